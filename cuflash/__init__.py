@@ -7,6 +7,7 @@ from cuflash._api.kv_cache import KVCache
 from cuflash._api.merge import merge, merge_backward
 from cuflash._api.paged import attention_paged
 from cuflash._api.probabilities import dropout_mask, logsumexp, logsumexp_backward, weights
+from cuflash._api.quantize import Quantized, quantize
 from cuflash._api.rotary import rotary
 from cuflash._api.show_config import show_config
 from cuflash._api.varlen import attention_varlen, attention_varlen_backward
@@ -16,16 +17,19 @@ from cuflash._problem.options import Options
 from cuflash._problem.score_mod import MaskMod, ScoreMod
 from cuflash._results import AttentionResult, Gradients
 
-for _public in (AttentionResult, CompileError, Gradients, KVCache, MaskMod, Options, ScoreMod):
+for _public in (
+    AttentionResult, CompileError, Gradients, KVCache, MaskMod, Options, Quantized, ScoreMod
+):  # fmt: skip
     _public.__module__ = __name__  # pickles and errors name it, and modules inside can move
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttentionResult", "CompileError", "Gradients", "KVCache", "MaskMod", "Options", "ScoreMod",
+    "AttentionResult", "CompileError", "Gradients", "KVCache", "MaskMod", "Options", "Quantized",
+    "ScoreMod",
     "attention", "attention_backward", "attention_paged", "attention_varlen",
     "attention_varlen_backward", "attention_vjp", "compile", "distributed", "dropout_mask",
-    "logsumexp", "logsumexp_backward", "merge", "merge_backward", "reference", "rotary",
+    "logsumexp", "logsumexp_backward", "merge", "merge_backward", "quantize", "reference", "rotary",
     "show_config", "testing", "tuning", "weights", "workspace_size",
 ]  # fmt: skip
 

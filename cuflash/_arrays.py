@@ -181,10 +181,10 @@ def contiguous(argument: str, array: Array, dtype: Any) -> Array:
 def rounded(array: Array, dtype: Any) -> Array:
     """``array`` in ``dtype``, each element rounded once; what overflows is infinite.
 
-    NumPy and CuPy cast float64 to 16 bits by way of float32, which would round twice: here float32
-    is rounded to odd, so that ties stay what they were.
+    NumPy and CuPy cast float64 to 16 bits or 8 by way of float32, which would round twice: here
+    float32 is rounded to odd, so that ties stay what they were.
     """
-    if array.dtype == np.float64 and np.dtype(dtype).itemsize == 2:
+    if array.dtype == np.float64 and np.dtype(dtype).itemsize <= 2:
         near = array.astype(np.float32)
         inexact, too_far = near != array, abs(near) > abs(array)
         bits = near.view(np.uint32) - too_far.astype(np.uint32)  # towards 0

@@ -35,6 +35,10 @@ class CompileError(RuntimeError):
         self.source = source
 
 
+class NoKernel(ValueError):
+    """No kernel takes the operands of a call as they are."""
+
+
 def problem_with(
     argument: str, kind: type[Exception], *, got: object, expected: str, fix: str = ""
 ) -> Exception:

@@ -14,6 +14,7 @@ once, and each letter replays that graph.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import json
 import sys
@@ -142,8 +143,9 @@ class Writer:
         written = xp.empty((batch, start + letters), numbers.dtype)
         written[:, :start] = numbers
         new = self.likeliest(numbers, attend)[:, None]
-        writer = Writer.__new__(Writer)
-        vars(writer).update(vars(self), parameters=summed(self.parameters))
+        writer = copy.copy(self)
+        if xp is not np:
+            writer.parameters = summed(self.parameters)
 
         def step() -> None:
             new[...] = writer.likeliest(new, attend)[:, None]
@@ -283,7 +285,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def draw(files: Sequence[Path], picture: Path) -> None:
     """Time of a letter against the letters before it, of runs that were kept as JSON."""
-    import matplotlib.pyplot as plt
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for number, file in enumerate(files):
@@ -297,7 +302,8 @@ def draw(files: Sequence[Path], picture: Path) -> None:
                       label=f"batch {kept['batch']}, {name} a cache")  # fmt: skip
     axes.set(xlabel="letters before", ylabel="ms a letter", yscale="log", title=kept["device"])
     axes.legend()
-    figure.savefig(picture, dpi=110)
+    figure.savefig(picture, dpi=100)
+    plt.close(figure)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -31,7 +31,17 @@ struct Either<false, A, B> {
 template <bool condition, typename A, typename B>
 using If = typename Either<condition, A, B>::type;
 
-enum class Dtype { none, float16, bfloat16, float32, float64, int32, int64 };
+enum class Dtype {
+  none,
+  float8_e4m3fn,
+  float8_e5m2,
+  float16,
+  bfloat16,
+  float32,
+  float64,
+  int32,
+  int64
+};
 
 // Of float32 products: that of float32, or that of TF32.
 enum class Precision { ieee, tf32 };
@@ -83,8 +93,11 @@ struct Defaults {
   static constexpr bool paged = false;
   // Are the queries that see a tile of keys dealt out to several thread blocks, to be added up?
   static constexpr bool split_queries = false;
+  static constexpr bool split_rows = false;  // even those of one batch entry?
   // Quarters of the exponentials that run before p v of the block before has to be done; 0: none.
   static constexpr int overlap_quarters = 2;
+  // Are products of e4m3 with v summed in registers block by block, not in tensor cores alone?
+  static constexpr bool promotes = false;
   // Are scores of the next block multiplied while ds of this one is computed?
   static constexpr bool scores_ahead = false;
   // Are k and v of a tile kept as operands in registers?
@@ -109,6 +122,9 @@ struct Defaults {
   static constexpr bool score_mod = false;
   static constexpr bool mask_mod = false;
   static constexpr bool dropout = false;
+  static constexpr Dtype q_scale = Dtype::none;  // of an entry
+  static constexpr Dtype k_scale = Dtype::none;
+  static constexpr Dtype v_scale = Dtype::none;
 
   static constexpr bool shared_keys = true;  // of all batch entries of an owner?
   static constexpr bool grad_k = true;

@@ -10,11 +10,15 @@ namespace cuflash {
 template <Dtype dtype>
 using Storage =
     If<dtype == Dtype::float16 || dtype == Dtype::bfloat16, uint16_t,
-       If<dtype == Dtype::float64, double,
-          If<dtype == Dtype::int32, int32_t, If<dtype == Dtype::int64, int64_t, float>>>>;
+       If<dtype == Dtype::float8_e4m3fn || dtype == Dtype::float8_e5m2, uint8_t,
+          If<dtype == Dtype::float64, double,
+             If<dtype == Dtype::int32, int32_t, If<dtype == Dtype::int64, int64_t, float>>>>>;
 
-// Of q, k and v: 16-bit elements are bits that Config::dtype says how to read.
+// Of q, k and v: elements of 8 and 16 bits are bits that Config::dtype says how to read.
 using Element = Storage<Config::dtype>;
+constexpr bool is_fp8 = Config::dtype == Dtype::float8_e4m3fn;
+// Of pairs that Hopper's forward packs: weights, and results but those of float32.
+constexpr Dtype pair_dtype = is_fp8 ? Config::out_dtype : Config::dtype;
 
 // Of scores, statistics and sums: float32, for float64 inputs float64.
 constexpr bool is_double = Config::dtype == Dtype::float64;
@@ -66,6 +70,13 @@ CUFLASH_DEVICE Real to_real(Storage<dtype> x) {
     return ptx::float16_to_float(x);
   } else if constexpr (dtype == Dtype::bfloat16) {
     return __uint_as_float(static_cast<uint32_t>(x) << 16);
+  } else if constexpr (dtype == Dtype::float8_e4m3fn) {
+    const uint32_t rest = x & 0x7f;  // 4 bits of exponent, biased by 7, and 3 of mantissa
+    const float normal = __uint_as_float((rest << 20) + (120u << 23));
+    const float size = rest < 8       ? rest * 0x1p-9f
+                       : rest == 0x7f ? __uint_as_float(0x7fffffff)
+                                      : normal;
+    return x & 0x80 ? -size : size;
   } else {
     return static_cast<Real>(x);
   }
@@ -86,6 +97,13 @@ CUFLASH_DEVICE Real finite_real(Storage<dtype> x) {
 template <Dtype dtype>
 CUFLASH_DEVICE Real read_real(const void* array, int64_t index) {
   return finite_real<dtype>(static_cast<const Storage<dtype>*>(array)[index]);
+}
+
+// A factor of elements, 1 where there is none.
+template <Dtype dtype>
+CUFLASH_DEVICE Real read_scale(const void* array, int64_t index) {
+  if constexpr (dtype == Dtype::none) return 1;
+  return read_real<dtype>(array, index);
 }
 
 // Two neighbouring 16-bit elements in one register, `low` at the lower address.

@@ -43,6 +43,9 @@ struct ScoreParams {
   const void* segment_bounds_q;  // (ceil(m / bounded_ids)) IdBounds, contiguous
   const void* segment_bounds_k;  // (ceil(n / bounded_ids)) IdBounds, contiguous
   const void* sink;  // ()
+  const void* q_scale;  // ()
+  const void* k_scale;  // ()
+  const void* v_scale;  // ()
   const void* cu_seqlens_q;  // (sequences + 1), contiguous: where packed sequences begin and end
   const void* cu_seqlens_k;  // (sequences + 1), contiguous
   const void* formula_array0;  // of the caller's formulas, contiguous
@@ -64,6 +67,9 @@ struct ScoreParams {
   BatchStrides segment_bounds_q_strides;
   BatchStrides segment_bounds_k_strides;
   BatchStrides sink_strides;
+  BatchStrides q_scale_strides;
+  BatchStrides k_scale_strides;
+  BatchStrides v_scale_strides;
   BatchStrides entry_number_strides;
   int64_t offset_value;  // used where Config::offset is `value`
   int64_t window_left;  // used where Config::window_left; below 2^60
@@ -289,7 +295,7 @@ struct BackwardParams {
   int32_t head_dim;
   int32_t head_dim_v;
   int32_t dq_sums;      // sums of dq: tile t of keys adds to number t % dq_sums
-  int32_t row_parts;    // of the blocks of queries of an entry, used where Config::split_queries
+  int32_t row_parts;    // of the blocks of queries of an entry, used where Config::split_rows
   int32_t part_blocks;  // blocks of queries of such a part
   int32_t num_parts;    // sums of dk and dv of an owner that backward_combine.cu adds up
 };

@@ -234,13 +234,13 @@ def configs_of(case: dict[str, Any], arch: str) -> Iterator[KernelConfig]:
 def rows(arithmetic: Any, turn: int = 0) -> list[dict[str, Any]]:
     """Return each row of the tables of an arithmetic, without options and with all of them.
 
-    Wider elements have no row of 16. With all options a bias and slopes have gradients of their
-    own: in a row of turn 0 the one, in that of turn 1 the other.
+    With all options a bias and slopes have gradients of their own: in a row of turn 0 the one, in
+    that of turn 1 the other.
     """
-    sums, head_dims = (ALL["sums"], SLOPES), HEAD_DIMS[arithmetic in WIDE :]
+    sums = (ALL["sums"], SLOPES)
     return [
         {**base, "dtype": arithmetic, "head_dims": (head_dim, head_dim)}
-        for n, head_dim in enumerate(head_dims)
+        for n, head_dim in enumerate(HEAD_DIMS, arithmetic in WIDE)
         for base in (PLAIN, {**ALL, "sums": sums[(n + turn) % 2]})
     ]
 

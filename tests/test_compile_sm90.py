@@ -250,7 +250,7 @@ def test_all_gradients_in_one_pass(generation: int) -> None:
         assert len(chosen) == (4 if head_dims[0] <= 128 else 2)
         configs |= chosen | set(map(BackwardConvertConfig.after, chosen))
         if deterministic and head_dims[0] <= fused_backward.WIDEST_ALONE:
-            split = {config.replace(split_queries=True) for config in chosen}
+            split = {config.replace(split_queries=True, split_rows=True) for config in chosen}
             configs |= split | set(map(BackwardCombineConfig.after, split))
     compile_all(configs, generation)
 

@@ -119,8 +119,8 @@ WRONG = {
             a.q.astype(np.float16), a.k.astype(ml_dtypes.bfloat16), a.v.astype(np.float16)),
         TypeError, "q, k, v", "not both"),
     "float8": (
-        lambda a: cuflash.attention(a.q.astype(ml_dtypes.float8_e4m3fn), a.k, a.v), TypeError, "q",
-        "float8"),
+        lambda a: cuflash.attention(a.q.astype(ml_dtypes.float8_e4m3), a.k, a.v), TypeError, "q",
+        "float8_e4m3"),
     # axes
     "axes an int": (call(axes=-2), TypeError, "axes", "four pairs"),
     "axes of three pairs": (call(axes=[(-2, -1)] * 3), ValueError, "axes", "four pairs"),

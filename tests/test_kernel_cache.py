@@ -327,6 +327,7 @@ def changed_fields():
         "kv_lengths": "int64", "alibi_slopes": "float32", "segment_ids": "int32", "score_mod": True,
         "mask_mod": True, "formulas": (("formulas/mask_mod.expression", "q == k\n"),),
         "dropout": True, "cu_seqlens": "int64", "sink": "float32", "precision": "tf32",
+        "q_scale": "float32", "k_scale": "float32", "v_scale": "float32",
         "split_columns": 2, "split_keys": True, "wide_float64": True, "simt": True, "num_stages": 1,
         "paged": True, "combined_early": True,
     }  # fmt: skip

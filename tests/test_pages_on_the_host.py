@@ -105,15 +105,20 @@ def test_parts_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_keys, "wanted", lambda _: True)
     monkeypatch.setattr(split_keys, "parts_of", lambda *_: 3)
     plan_cache.forget()
-    check(Paged(3, 16, 20, 2, np.float16), "causal")
+    call = Paged(3, 16, 20, 2, np.float16)
+    call.table[:, 0] = len(call.k_pages) - 1
+    check(call, "causal")
 
 
 @pytest.mark.usefixtures("device")
 def test_rows_that_are_computed_pair_by_pair() -> None:
-    """A key that is not finite, within the lengths."""
+    """A value that is not finite is that of key 88: the first two of four rows do not see it."""
     call = Paged(11, 5, 20, 4, np.float16)
     call.lengths[:] = 90
-    call.k_pages[call.table[0, 3], :, 2] = np.nan
+    last = len(call.k_pages) - 1
+    call.table[call.table == last] = 0
+    call.table[0, 17] = last
+    call.v_pages[last, :, 3] = np.nan
     check(call, "causal")
 
 

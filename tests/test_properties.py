@@ -369,7 +369,7 @@ def test_p11_padded_features(xp: ModuleType, data: st.DataObject, which: str) ->
         return np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, extra)]) if name in named else a
 
     changes = {name: move(name, getattr(base, name)) for name in named if name != "out"}
-    wide, wider = (padded(n, base.dtype) for n in (columns, columns + extra))
+    wide, wider = (padded(n) for n in (columns, columns + extra))
     assert_follows(xp, base, base.but(**changes), move, EVERYTHING if wide == wider else ())
 
 

@@ -238,6 +238,7 @@ def calls_of_numpy_arrays():
     yield "logsumexp_backward", lambda: c.logsumexp_backward(lse, q, q, lse)
     yield "merge", lambda: c.merge(q, both)
     yield "merge_backward", lambda: c.merge_backward(flat, q, both)
+    yield "quantize", lambda: c.quantize(q)
     yield "rotary", lambda: c.rotary(q, np.arange(4))
     yield "weights", lambda: c.weights(q, q, lse, rows=[0])
     yield "workspace_size", lambda: c.workspace_size(q, q, q)

@@ -65,6 +65,7 @@ def test_every_score_option_meets_the_portable_kernels(launched, source):
     """Where they copy 16 bytes at a time, as they do on devices that have no others."""
     q = np.zeros((2, 129, 64), np.float16)
     plain = score_config(describe(q, q, q, Options()))._asdict()
+    plain = {n: value for n, value in plain.items() if n not in ("q_scale", "k_scale", "v_scale")}
     own = {"sink": "none"} if source == "forward_sm80.cu" else {}
     cases = [case for case in CASES if case.portable]
     configs = [c for case in cases for c in launched[case.name] if c.source == source]

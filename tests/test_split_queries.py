@@ -73,7 +73,7 @@ def test_parts_of_dk_and_dv_are_added_in_their_order(tmp_path: Any, head_dims: A
     problem = problem_of(
         (batch,), 50, keys, head_dims, (heads_kv * group, heads_kv), scale=scale
     )  # fmt: skip
-    config = chosen.fused(problem, deterministic=True).replace(split_queries=True)
+    config = chosen.fused(problem, deterministic=True)
     width, width_v = config.head_dim, config.head_dim_v
     slices = -(-keys // 16)
     rng = np.random.default_rng(0)
@@ -132,13 +132,15 @@ def test_several_sums_of_dq_are_added_in_their_order(tmp_path: Any, head_dim: in
 
 
 def splits_of(
-    problem: Problem, kernel: str = "backward_sm90", num_sms: int = 132, **given: Any
+    problem: Problem, num_sms: int = 132, *, deterministic: bool = True
 ) -> tuple[int, int]:
     """Parts of the queries, and sums of dq, on a Hopper with so many multiprocessors."""
-    config = chosen.one(kernel, problem, num_sms=num_sms, **given)
-    parts = split_queries.parts_of(problem, config, num_sms)
-    assert config.split_queries == (parts > 1)
-    return parts, split_queries.sums_of_dq(problem, config, num_sms)
+    device = hardware.typical("sm_90a")._replace(multiprocessors=num_sms)
+    steps = choose(problem, device, wanted=Wanted.of("qkv"), deterministic=deterministic)
+    fused = next(step for step in steps if step.config.computes == "dqkv")
+    assert fused.config.split_queries == (fused.splits > 1)
+    assert fused.config.split_rows == (fused.splits > (problem.group_size or 1))
+    return fused.splits, fused.dq_sums
 
 
 def test_numbers_of_parts_follow_from_shapes_and_device() -> None:

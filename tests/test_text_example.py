@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import array_device
 import generate_text
 import numpy as np
@@ -45,7 +47,13 @@ def test_a_cache_changes_no_letter(writer: generate_text.Writer, batch: int) -> 
     assert (kept.shape, len(seconds)) == ((batch, 40), 30)
 
 
-def test_it_says_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_what_it_found_and_draws_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    kept, picture = tmp_path / "2.json", tmp_path / "generation.png"
     arguments = ["--device", "cpu", "--steps", "3", "--letters", "5", "--batch", "2"]
-    assert generate_text.main(arguments) == 0
+    assert generate_text.main([*arguments, "--json", str(kept)]) == 0
     assert "the same letters in 2 of 2 texts" in capsys.readouterr().out
+    assert generate_text.main(["--draw", str(kept), "--picture", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -25,6 +25,7 @@ class Case:
     k: tuple[int, ...] = (1, 2, 193, 64)
     head_dim_v: int | None = None
     dtype: Any = np.float16
+    float8: bool = False  # are q, k and v quantised before the call?
     options: Mapping[str, Any] = field(default_factory=dict)  # drawn where it can be called
     keywords: Mapping[str, Any] = field(default_factory=dict)  # of a call, not of a score
     page_size: int = 0  # of a cache that keys and values are appended to; without a gradient
@@ -77,6 +78,15 @@ CASES = (
     Case("causal long keys", (1, 2, 65, 32), (1, 2, 300, 32), options=CAUSAL),
     Case("causal long queries", (1, 2, 300, 64), (1, 2, 65, 64), options=CAUSAL),
     Case("causal head_dim 256", (1, 1, 130, 256), (1, 1, 130, 256), options=CAUSAL),
+    Case("8 bits", (1, 2, 257, 256), (1, 2, 321, 256), dtype=bfloat16, float8=True),
+    Case(
+        "8 bits causal head_dim 256", (1, 1, 257, 256), (1, 1, 257, 256), float8=True,
+        options=CAUSAL,
+    ),
+    Case(
+        "8 bits packed", (2, 257, 256), (2, 257, 256), float8=True, ends=(0, 100, 257),
+        options=CAUSAL,
+    ),
     Case("head_dim 96", (1, 2, 129, 96), (1, 2, 129, 96), dtype=bfloat16),
     Case("head_dim 192 and 128", (1, 2, 129, 192), (1, 2, 129, 192), head_dim_v=128),
     Case("head_dim 40 and 7", (1, 2, 129, 40), (1, 2, 130, 40), head_dim_v=7),
@@ -306,6 +316,24 @@ def run(xp: ModuleType, case: Case) -> None:
         raise SystemExit(f"{case.name}: kernels of other copies ran: {configs}")
 
 
+def run_float8(xp: ModuleType, case: Case) -> None:
+    """Attend to quantised arrays; the result must have been written."""
+    import cuflash
+
+    rng = np.random.default_rng(0)
+    arrays = (rng.standard_normal(shape).astype(case.dtype) for shape in (case.q, case.k, case.k))
+    made = [cuflash.quantize(array, rotation=1) for array in arrays]
+    q, k, v = (placed(xp, own.array, case) for own in made)
+    scales = {
+        f"{name}_scale": placed_option(xp, own.scale) for name, own in zip("qkv", made, strict=True)
+    }
+    ends = placed_option(xp, (np.array(case.ends),) * 2 if case.ends else ())
+    attend = cuflash.attention_varlen if case.ends else cuflash.attention
+    out = attend(q, k, v, *ends, **scales, **case.options)
+    if not np.isfinite((out if xp is np else out.get()).astype(np.float32)).all():
+        raise SystemExit(f"{case.name}: a result is not finite")
+
+
 def run_pages(xp: ModuleType, case: Case) -> None:
     """A cache that grows, is shared and freed, and attention over its pages."""
     import cuflash
@@ -339,6 +367,9 @@ def run_calls(xp: ModuleType, case: Case) -> None:
     from cuflash._select import hardware
     from cuflash._select.choose import PORTABLE, choose
 
+    if case.float8:
+        run_float8(xp, case)
+        return
     rng = np.random.default_rng(0)
     batch = max(case.q[0], case.k[0])
     head_dim_v = case.head_dim_v or case.k[-1]

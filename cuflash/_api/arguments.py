@@ -119,7 +119,7 @@ def results(
             raise wrong_type("out", f"lse of dtype {lse.dtype}", str(problem.lse_dtype))
         check_destination("lse", lse, **inputs, out=out)
     if out is None:
-        out = allocate(xp, "out", problem.out_shape, problem.dtype)
+        out = allocate(xp, "out", problem.out_shape, problem.out.dtype)
     if lse is None and with_lse:
         lse = allocate(xp, "out", problem.lse_shape, problem.lse_dtype)
     return out, lse

@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
-from cuflash._api import arguments
+from cuflash._api import arguments, float8
 from cuflash._api.arguments import QKV, CallKeywords, VjpKeywords
 from cuflash._api.dispatch import launch, run_backward, run_forward
 from cuflash._arrays import Array, NativeT, on_device_of
@@ -158,20 +158,43 @@ def attention(
     plain = out is axes is precision is workspace is config is None and deterministic is True
     if plain and (known := recall(chosen, return_lse, (q, k, v))) is not None:
         return known
+    how: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
+    how |= {"return_lse": return_lse, "out": out, "workspace": workspace, "config": config}
     with on_device_of(q):
-        xp, given, qkv = arguments.operands(q, k, v)
-        arguments.check_common(qkv[0], deterministic, workspace, config)
-        config = override.of_forward(config)
-        pair = arguments.result_pair(out, return_lse)
-        problem = describe(*qkv, chosen, axes=axes, precision=precision, out=pair[0])
-        inputs = given | chosen.arrays
-        with_lse = return_lse or xp is np
-        out, lse = arguments.results(xp, pair, problem, inputs, with_lse=with_lse)
-        plan = run_forward(problem, qkv, chosen, out, lse, workspace=workspace, config=config)
-        if plain and plan is not None and may_be_known(chosen):
-            repeat = launch().repeated_forward(plan, problem, qkv[0], lse)
-            remember(repeat, chosen, return_lse, qkv)
-        return AttentionResult(out, lse) if return_lse else out
+        if float8.among(chosen, q, k, v):
+            return float8.forward(_attention, q, k, v, chosen, **how)
+        return _attention(q, k, v, chosen, plain=plain, **how)
+
+
+def _attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    chosen: Options,
+    *,
+    axes: Any,
+    precision: str | None,
+    deterministic: bool,
+    return_lse: bool,
+    out: Any,
+    workspace: Array | None,
+    config: Any,
+    plain: bool = False,
+) -> Any:
+    """Check and run one call; a ``plain`` one is known from then on."""
+    xp, given, qkv = arguments.operands(q, k, v)
+    arguments.check_common(qkv[0], deterministic, workspace, config)
+    config = override.of_forward(config)
+    pair = arguments.result_pair(out, return_lse)
+    problem = describe(*qkv, chosen, axes=axes, precision=precision, out=pair[0])
+    inputs = given | chosen.arrays
+    with_lse = return_lse or xp is np
+    out, lse = arguments.results(xp, pair, problem, inputs, with_lse=with_lse)
+    plan = run_forward(problem, qkv, chosen, out, lse, workspace=workspace, config=config)
+    if plain and plan is not None and may_be_known(chosen):
+        repeat = launch().repeated_forward(plan, problem, qkv[0], lse)
+        remember(repeat, chosen, return_lse, qkv)
+    return AttentionResult(out, lse) if return_lse else out
 
 
 @overload
@@ -302,6 +325,8 @@ def attention_backward(
         if known is not None:
             return known
     with on_device_of(dout):
+        if float8.among(chosen, q, k, v, dout):
+            dout, q, k, v, chosen = float8.of_gradient(dout, q, k, v, out, chosen, axes)
         wanted = arguments.gradient_names(wrt, chosen)
         xp, given, qkv = arguments.operands(q, k, v)
         arguments.check_common(qkv[0], deterministic, workspace, config)

@@ -69,7 +69,8 @@ class KVCache:
     On a GPU the host reads none of these arrays, and nothing is allocated: ``append`` and ``take``
     can be captured by a CUDA graph, in which each replay advances lengths, takes pages and frees
     them. A sequence that finds no free page, or is at ``max_length``, keeps what fits, and
-    ``dropped`` counts the rest. On NumPy arrays that is a ValueError, and nothing is written.
+    ``dropped`` counts the rest. On NumPy arrays that is a ValueError, and nothing is written. Calls
+    of one cache follow each other, on one stream or ordered by events.
 
     Free pages are taken in the order of sequences, lowest number first: the same calls make the
     same arrays.

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import numpy as np
 
-from cuflash._api import arguments
+from cuflash._api import arguments, float8
 from cuflash._api.arguments import PagedKeywords
 from cuflash._api.dispatch import launch, run_forward
 from cuflash._arrays import (
@@ -175,6 +175,11 @@ def attention_paged(
     refuse_words(score_options, WORDS_OF_PAGES)
     chosen = resolve(options, score_options)
     pairs = checked_axes(axes)
+    if float8.among(chosen, q, k_pages, v_pages):
+        dtype = getattr(out[0] if isinstance(out, tuple) else out, "dtype", None)
+        q, k_pages, v_pages, chosen = float8.dequantized(
+            q, k_pages, v_pages, chosen, axes=axes, out_dtype=dtype
+        )
     given = _native(q, k_pages, v_pages, page_table)
     xp = same_module(**given)
     arguments.check_common(given["q"], True, workspace, config)
@@ -316,7 +321,10 @@ def _for_kernels(problem: Problem, paged: _Paged) -> tuple[Problem, Array]:
     table, pages = paged.page_table, (paged.k_pages, paged.v_pages)
     if table.dtype != np.int32:
         refuse_capture("page_table", "an int32 array")
-        table = table.clip(0, max(len(paged.k_pages) - 1, 0)).astype(np.int32)
+        last = max(len(paged.k_pages) - 1, 0)
+        if table.dtype == np.uint64:  # what has no int64 is too large, not negative
+            table = table.clip(0, 2**63 - 1)
+        table = table.astype(np.int64).clip(0, last).astype(np.int32)
     table = table.reshape(len(table), *(1 for _ in problem.batch_shape[1:]), table.shape[1])
     return in_pages(problem, *map(signature, (*pages, table))), table
 

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from cuflash._api import float8
 from cuflash._api.arguments import answering, gradient_names, operands
 from cuflash._api.attention import attention, attention_backward
 from cuflash._arrays import (
@@ -74,6 +75,8 @@ def logsumexp(
     array([3., 3., 3.])
     """
     chosen = resolve(options, score_options)
+    if float8.among(chosen, q, k):
+        q, k, _, chosen = float8.without_values(q, k, chosen, axes_without_values(axes))
     axes, v = _no_values(k, axes)
     common: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
     common |= {"options": chosen, "workspace": workspace, "config": config}
@@ -139,6 +142,8 @@ def logsumexp_backward(
     if "v" in gradient_names(wrt, chosen):
         raise wrong_value("wrt", shown(wrt), "inputs of the call; v is not one")
     dlse = native("dlse", dlse)
+    if float8.among(chosen, q, k):
+        q, k, _, chosen = float8.without_values(q, k, chosen, axes_without_values(axes))
     axes, v = _no_values(k, axes)
     common: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
     common |= {"options": chosen, "workspace": workspace, "config": config}
@@ -204,6 +209,9 @@ def weights(
     array([[0.355, 0.215, 0.215, 0.215]])
     """
     chosen = resolve(options, score_options)
+    if float8.among(chosen, q, k):
+        axes = axes_without_values(axes)
+        q, k, _, chosen = float8.without_values(q, k, chosen, axes, np.dtype(np.float32))
     xp, _, (q, k, _) = operands(q, k, k)
     lse = native("lse", lse)
     same_module(q=q, lse=lse)

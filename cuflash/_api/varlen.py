@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import numpy as np
 
-from cuflash._api import arguments
+from cuflash._api import arguments, float8
 from cuflash._api.arguments import QKV, CallKeywords
 from cuflash._api.dispatch import run_backward, run_forward
 from cuflash._arrays import (
@@ -145,6 +145,32 @@ def attention_varlen(
     True
     """
     chosen = resolve(options, score_options)
+    how: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
+    how |= {"return_lse": return_lse, "out": out, "workspace": workspace, "config": config}
+    how |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    if float8.among(chosen, q, k, v):
+        return float8.forward(_attention_varlen, q, k, v, chosen, **how)
+    return _attention_varlen(q, k, v, chosen, **how)
+
+
+@np.errstate(all="ignore")
+def _attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    chosen: Options,
+    *,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    axes: Any,
+    precision: str | None,
+    deterministic: bool,
+    return_lse: bool,
+    out: Any,
+    workspace: Array | None,
+    config: Any,
+) -> Any:
+    """Check and run one call."""
     xp, given, qkv = arguments.operands(q, k, v)
     arguments.check_common(qkv[0], deterministic, workspace, config)
     config = override.of_forward(config)
@@ -250,6 +276,8 @@ def attention_varlen_backward(
     (100, 16)
     """
     chosen = resolve(options, score_options)
+    if float8.among(chosen, q, k, v, dout):
+        dout, q, k, v, chosen = float8.of_gradient(dout, q, k, v, out, chosen, axes)
     wanted = arguments.gradient_names(wrt, chosen)
     xp, given, qkv = arguments.operands(q, k, v)
     arguments.check_common(qkv[0], deterministic, workspace, config)

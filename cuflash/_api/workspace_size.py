@@ -6,6 +6,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from cuflash._api import float8
 from cuflash._api.arguments import answering, operands
 from cuflash._api.dispatch import launch
 from cuflash._api.paged import workspace_of_pages
@@ -66,6 +67,8 @@ def workspace_size(
     """
     chosen = resolve(options, score_options)
     backward = flag("backward", backward)
+    if float8.among(chosen, q, k, v):
+        q, k, v, chosen = float8.without_memory(q, k, v, chosen, axes)
     if page_table is not None:
         if backward:
             fix = "call attention_vjp on keys and values in order"

@@ -34,7 +34,7 @@ class DeltaConfig(KernelConfig):
             dtype=problem.dtype.name,
             out_dtype=out_dtype.name,
             copy_bytes=16 if copy_bytes == 16 else problem.dtype.itemsize,
-            head_dim_v=padded(problem.head_dim_v, problem.dtype),
+            head_dim_v=padded(problem.head_dim_v),
             num_warps=4,
             block_m=64,
             grad_lse=grad_lse,

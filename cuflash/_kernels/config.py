@@ -16,7 +16,7 @@ from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import ScoreConfig
 
 #: Of q, k and v, or of results.
-Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+Dtype = Literal["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"]
 #: Of products of float32.
 Precision = Literal["ieee", "tf32"]
 
@@ -24,14 +24,17 @@ Precision = Literal["ieee", "tf32"]
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 #: Shared memory that the system keeps for itself in every thread block.
 RESERVED_SMEM = 1024
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ELEMENT_BYTES = {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 #: Enumerations of config.cuh, by the field that has one; any other text is a ``Dtype``.
 _ENUMS = {
     "precision": "Precision", "offset": "Offset", "sums_to": "SumsTo", "grad_of": "GradOf",
     "rotation": "Rotation",
 }  # fmt: skip
 #: PTX's names of dtypes, for texts of instructions.
-_PTX_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+_PTX_DTYPES = {
+    "float8_e4m3fn": "e4m3", "float16": "f16", "bfloat16": "bf16", "float32": "f32",
+    "float64": "f64",
+}  # fmt: skip
 
 
 class Operands(NamedTuple):
@@ -107,6 +110,7 @@ class KernelConfig:
     parts: ClassVar[Mapping[str, Any]]  # the classes of its parts, by name
     tunables: ClassVar[tuple[str, ...]] = ()  # fields that a sweep chooses, in order of its keys
     for_sm90: ClassVar[bool] = False  # does it run on Hopper alone?
+    float8: ClassVar[bool] = False  # does it take elements of 8 bits, and no others?
     tensor_maps: ClassVar[bool] = False  # does Hopper's copy engine load operands by them?
     owned: ClassVar[str] = "block_m"  # the side that a thread block computes results for
     splits_keys: ClassVar[bool] = False  # can it deal the keys of a tile out to several blocks?

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Self
 
-from cuflash._kernels import portable, split_queries, wgmma
+from cuflash._kernels import portable, wgmma
 from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import needs_score_math
@@ -32,6 +32,7 @@ class Own(NamedTuple):
     keys_in_registers: bool  # are k and v of a tile?
     deterministic: bool  # do tiles add one after the other?
     split_queries: bool = False  # are the queries of a tile dealt out to several thread blocks?
+    split_rows: bool = False  # even those of one batch entry?
 
 
 class AllGradientsConfig(wgmma.WarpgroupsConfig):
@@ -68,9 +69,7 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        own = cls(**wgmma.fields(cls, request, ROWS), deterministic=request.deterministic)
-        splits = split_queries.parts_of(request.problem, own, request.num_sms) > 1
-        return (own.replace(split_queries=splits),)
+        return (cls(**wgmma.fields(cls, request, ROWS), deterministic=request.deterministic),)
 
 
 def wins(request: Request, config: KernelConfig) -> bool:

@@ -29,6 +29,9 @@ AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
 
 
+FEW_PAGED_ROWS = 32  # of a tile of one query of each head of a group
+
+
 class Held(NamedTuple):
     """Columns of results that registers hold; ``general``: beside options of scores."""
 
@@ -55,9 +58,9 @@ def held(request: Request) -> Held:
     return _HELD["half" if dtype in HALVES else dtype.name]
 
 
-def padded(head_dim: int, dtype: np.dtype[Any]) -> int:
+def padded(head_dim: int) -> int:
     """The tile width that holds ``head_dim`` columns."""
-    for width in HEAD_DIMS if dtype in HALVES else HEAD_DIMS[1:]:
+    for width in HEAD_DIMS:
         if head_dim <= width:
             return width
     raise not_yet(
@@ -80,8 +83,8 @@ def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
         "precision": precision_of(problem),
         "wide_float64": problem.dtype == np.float64 and request.capability >= 90,
         "copy_bytes": request.copy_bytes,
-        "head_dim": padded(problem.head_dim, problem.dtype),
-        "head_dim_v": padded(problem.head_dim_v, problem.dtype),
+        "head_dim": padded(problem.head_dim),
+        "head_dim_v": padded(problem.head_dim_v),
         "simt": request.simt,
         **score_config(problem)._asdict(),
     }
@@ -109,6 +112,9 @@ def candidates(
         "half" if problem.dtype in HALVES else problem.dtype.name: True,
         "tf32": own["precision"] == "tf32",
         "general": needs_score_math(problem) if general is None else general,
+        "few paged rows": problem.pages is not None
+        and problem.seqlen_q <= FEW_PAGED_ROWS
+        and not own.get("split_keys"),
     }
     tiles = tile_of(rows, holding, max(own["head_dim"], own["head_dim_v"]))
     names = kernel.tunables or TUNABLES
@@ -244,7 +250,7 @@ def against_partners(request: Request, rows: Sequence[Row]) -> str:
         return "only float64 on tensor cores leaves a warp too few registers for its rows"
     if needs_score_math(problem) or problem.cu_seqlens_q is not None:
         return "options of scores and packed sequences take registers that partners do not leave"
-    widest = max(padded(d, problem.dtype) for d in (problem.head_dim, problem.head_dim_v))
+    widest = max(padded(d) for d in (problem.head_dim, problem.head_dim_v))
     if widest not in {row.head_dims for row in rows}:
         return f"no tile of partners is {widest} columns wide"
     return ""

@@ -7,6 +7,7 @@ from cuflash._kernels.config import KernelConfig
 
 # out
 from cuflash._kernels.forward_sm90 import ForwardSm90Config
+from cuflash._kernels.forward_fp8_sm90 import ForwardFp8Sm90Config
 from cuflash._kernels.forward_narrow import ForwardNarrowConfig
 from cuflash._kernels.forward_tf32_sm90 import ForwardTf32Sm90Config
 from cuflash._kernels.forward_sm80 import ForwardConfig

@@ -29,6 +29,8 @@ _MOST_ROWS = 1 << 29  # queries or keys that 32-bit indices of blocks reach
 CHANGING = (*(option.name for option in of_stages("cap", "add")), "score_mod")
 #: Options that a sum over keys starts from are fields of the forward kernels alone.
 COMPILED = tuple(option for option in of_stages() if option.compiled and option.stage != "row")
+#: Factors of elements of 8 bits, which other kernels have none of.
+_SCALES = of_stages("operand")
 
 
 def _dtype_or_flag(option: Option, problem: Problem) -> Any:
@@ -60,14 +62,15 @@ _FIELDS: dict[str, Callable[[Problem], Any]] = {
     "window_left": lambda p: p.window_left is not None,
     "window_right": lambda p: p.window_right is not None,  # causal is window_right with bound 0
     "scale_in_exponent": scale_in_exponent,
-    **{option.name: functools.partial(_dtype_or_flag, option) for option in COMPILED},
+    **{o.name: functools.partial(_dtype_or_flag, o) for o in COMPILED if o not in _SCALES},
     "offset": _offset,
     "score_mod": lambda p: p.formulas is not None and p.formulas.score_mod,
     "mask_mod": lambda p: p.formulas is not None and p.formulas.mask_mod,
     "formulas": lambda p: () if p.formulas is None else p.formulas.texts,  # (file, text) pairs
     "cu_seqlens": lambda p: dtype_of(p.cu_seqlens_q),  # "none" where sequences are not packed
+    **{option.name: functools.partial(_dtype_or_flag, option) for option in _SCALES},
 }
-_Fields: Any = cast(Any, namedtuple("_Fields", tuple(_FIELDS)))
+_Fields: Any = cast(Any, namedtuple("_Fields", tuple(_FIELDS), defaults=["none"] * len(_SCALES)))
 
 
 class ScoreConfig(_Fields):  # type: ignore[misc]

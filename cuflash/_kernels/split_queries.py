@@ -22,18 +22,25 @@ _OF_A_PART = 0.03
 _MOST_SUMS = 64  # of dq
 
 
+def entries_that_share(problem: Problem) -> int:
+    """Batch entries of the same keys: heads of a group, broadcast axes."""
+    return math.prod(e for e, s in zip(problem.batch, problem.k.summed, strict=True) if s)
+
+
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     """Parts of the queries of each tile of keys: what is done first by an estimate."""
     if not num_sms or config.cluster_blocks > 1:  # of pairs not measured
         return 1
-    side_by_side = num_sms // config.cluster_blocks  # tiles
-    shared = math.prod(e for e, s in zip(problem.batch, problem.k.summed, strict=True) if s)
+    side_by_side = num_sms // int(config.cluster_blocks)  # tiles
+    shared = entries_that_share(problem)
     owners = math.prod(problem.batch) // shared
     tiles = -(-problem.seqlen_k // int(config.own_rows))
     blocks = -(-problem.seqlen_q // int(config.block_m))
     if problem.window_keys is not None:  # of each tile of keys as few
         blocks = min(blocks, -(-(problem.window_keys + config.own_rows) // int(config.block_m)))
-    whole = problem.cu_seqlens_q is not None or problem.window_keys is not None
+    # Above head size 96 no register is left for a part's first block beside a softcap. (D145)
+    crowded = problem.softcap is not None and config.head_dim > 96
+    whole = crowded or problem.cu_seqlens_q is not None or problem.window_keys is not None
     rows = 1 if whole else blocks  # of an entry that parts share
     candidates = [n for n in range(1, shared + 1) if shared % n == 0]
     candidates += [shared * 2**i for i in range(1, rows.bit_length())]

@@ -7,7 +7,7 @@ from a kernel is not here: the copy engine decides it at launch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from cuflash._kernels import portable
 from cuflash._kernels.config import HEAD_DIMS, KernelConfig
@@ -83,7 +83,7 @@ class WarpgroupsConfig(KernelConfig):
 
     for_sm90 = tensor_maps = True
     params = "BackwardSm90Params"
-    streams = WIDTHS
+    streams: ClassVar[Sequence[int]] = WIDTHS
     row_warps, other_warps = 0, 4
 
     def check(self) -> None:
@@ -120,18 +120,20 @@ def fields(
     request: Request,
     rows: Sequence[Row],
     holding: Mapping[str, bool] | None = None,
+    names: Sequence[str] = (),
 ) -> dict[str, Any]:
     """All fields but what a kernel alone is told: its head sizes, tile and warps by its table."""
     sizes = smallest(rows, request.problem)
-    tile = dict(zip(kernel.tunables, tile_of(rows, holding or {}, sizes), strict=True))
+    values = tile_of(rows, holding or {}, sizes)
+    tile = dict(zip(names or kernel.tunables, values, strict=True))
     found = portable.fields(kernel, request._replace(copy_bytes=16))
     found |= {"head_dim": sizes[0], "head_dim_v": sizes[1], "blocks_per_sm": 1, **tile}
     return found | {"num_warps": kernel.warps_for(tile[kernel.owned])}
 
 
 def panel_bytes(config: KernelConfig, rows: int, *head_dims: int) -> int:
-    """Shared memory of tiles in panels of 64 columns."""
-    return config.element_bytes * rows * sum(64 * -(-head_dim // 64) for head_dim in head_dims)
+    """Shared memory of tiles in panels of 128 bytes."""
+    return 128 * rows * sum(-(-config.element_bytes * head_dim // 128) for head_dim in head_dims)
 
 
 def key_owner_bytes(config: KernelConfig, *kept_v: int) -> int:

@@ -97,7 +97,7 @@ def forward(
 
 def repeated_forward(plan: Plan, problem: Problem, q: Array, lse: Array | None) -> Repeat:
     """What repeats the call of :func:`forward` just made, on a new and thus aligned ``out``."""
-    results = [("out", problem.out_shape, problem.dtype)]
+    results = [("out", problem.out_shape, problem.out.dtype)]
     if lse is not None:
         results.append(("lse", problem.lse_shape, problem.lse_dtype))
     returned = (lambda out: out) if lse is None else AttentionResult

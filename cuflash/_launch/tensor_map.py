@@ -8,18 +8,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash._jit import driver
+from cuflash._kernels.config import ELEMENT_BYTES
 from cuflash._kernels.params import MAP_ALIGNMENT, MAP_BYTES
 
 #: Batch axes that a map holds beside its rows and columns.
 BATCH_AXES = 3
-#: Columns of a box: 128 bytes, the span of the swizzle.
-BOX_COLUMNS = 64
+#: Of a row of a box: the span of the swizzle.
+_BOX_BYTES = 128
 ALIGNMENT = 16
 _STRIDE_LIMIT = 1 << 40
 _EXTENT_LIMIT = 1 << 32
 
 # Values of the enumerations CU_TENSOR_MAP_... of cuda.h.
-_DATA_TYPES = {"float16": 6, "bfloat16": 9}
+_DATA_TYPES = {"float8_e4m3fn": 0, "float16": 6, "bfloat16": 9}  # the first as bytes
 _INTERLEAVE_NONE = 0
 _SWIZZLE_128B = 3
 _L2_PROMOTION_L2_256B = 3
@@ -29,7 +30,7 @@ _FLOAT_OOB_FILL_NONE = 0
 class MapLayout(NamedTuple):
     """Everything that a map encodes but the address. Innermost axis first; strides in bytes.
 
-    Boxes have ``BOX_COLUMNS`` columns of 16 bits and ``box_rows`` rows of one batch entry; what
+    Boxes have 128 bytes of columns and ``box_rows`` rows of one batch entry; what
     lies outside the array is read as zeros and not written.
     """
 
@@ -86,7 +87,7 @@ class Maps:
 
 def encode(layout: MapLayout, address: int) -> bytes:
     """Encode the map of an array."""
-    rank = len(layout.extents)
+    rank, columns = len(layout.extents), _BOX_BYTES // ELEMENT_BYTES[layout.dtype]
     memory, offset = _room(MAP_BYTES)
     error = driver.function("cuTensorMapEncodeTiled")(
         ctypes.addressof(memory) + offset,
@@ -95,7 +96,7 @@ def encode(layout: MapLayout, address: int) -> bytes:
         address,
         (ctypes.c_uint64 * rank)(*layout.extents),
         (ctypes.c_uint64 * (rank - 1))(*layout.strides),
-        (ctypes.c_uint32 * rank)(BOX_COLUMNS, layout.box_rows, *(1,) * BATCH_AXES),
+        (ctypes.c_uint32 * rank)(columns, layout.box_rows, *(1,) * BATCH_AXES),
         (ctypes.c_uint32 * rank)(*(1,) * rank),
         _INTERLEAVE_NONE,
         _SWIZZLE_128B,

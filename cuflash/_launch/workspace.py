@@ -12,6 +12,7 @@ import math
 from typing import Any, NamedTuple
 
 from cuflash._kernels import segment_bounds
+from cuflash._kernels.split_queries import entries_that_share
 from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem
 
@@ -126,7 +127,7 @@ def _all_bytes(problem: Problem, config: Any) -> int:
 
 def _part_bytes(problem: Problem, config: Any) -> int:
     """Bytes of dk and dv of one part of the queries: ``kernels_cu/sm90/dkv_parts.cuh``."""
-    owners = math.prod(e for e, s in zip(problem.batch, problem.k.summed, strict=True) if not s)
+    owners = math.prod(problem.batch) // entries_that_share(problem)
     slices = -(-problem.seqlen_k // _SLICE_ROWS)
     if problem.cu_seqlens_k is not None:
         slices = problem.seqlen_k // _SLICE_ROWS + problem.cu_seqlens_k.shape[0] - 1

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from cuflash._arrays import Array, native
+from cuflash._arrays import Array, is_cupy, native
 from cuflash._errors import shown, wrong_type, wrong_value
 
 FLOATS = tuple(np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64))
@@ -179,6 +179,13 @@ def slopes(name: str, value: Any) -> Array:
     array = _of_list(name, value, expected)
     is_list = isinstance(value, list) and array.dtype.kind in "iu"
     return floats(name, array.astype(np.float64) if is_list else array)
+
+
+def operand_scale(name: str, value: Any) -> Array | float:
+    """A positive number, or a floating array of them."""
+    if hasattr(value, "strides") and getattr(value, "shape", ()) != ():
+        return floats(name, value)
+    return floats(name, value) if is_cupy(value) else positive(name, value)
 
 
 def booleans(name: str, value: Any) -> Array:

@@ -66,11 +66,16 @@ def operand_of(
 
 
 def option_operand(
-    array: Signature, batch: tuple[int, ...], extents: tuple[int, ...], group_size: int | None
+    array: Signature,
+    batch: tuple[int, ...],
+    extents: tuple[int, ...],
+    group_size: int | None,
+    *,
+    kv: bool = False,
 ) -> Operand:
     """Canonical layout of an option's array; its core axes broadcast to ``extents``."""
     ndim = len(array[0])
-    own = operand_of(array, range(ndim - len(extents), ndim), batch, group_size)
+    own = operand_of(array, range(ndim - len(extents), ndim), batch, group_size, kv=kv)
     core = zip(own.shape[len(batch) :], own.strides[len(batch) :], strict=True)
     strides = own.strides[: len(batch)] + tuple(0 if n == 1 else s for n, s in core)
     return Operand(own.dtype, batch + extents, strides, own.summed)

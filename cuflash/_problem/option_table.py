@@ -17,7 +17,9 @@ from cuflash._problem import checks, philox
 from cuflash._problem.score_mod import MaskMod, ScoreMod
 
 #: What an option acts on, in the order in which configurations and keys of tiles name options.
-Stage = Literal["scale", "bound", "cap", "add", "see", "place", "formula", "weight", "row", "call"]
+Stage = Literal[
+    "scale", "bound", "cap", "add", "see", "place", "formula", "weight", "row", "call", "operand"
+]
 _STAGES = get_args(Stage)
 
 
@@ -110,6 +112,11 @@ OPTIONS = (
     ),
     Option("seed", checks.seed, "weight", in_problem=False),
     Option("enable_gqa", checks.flag, "call"),
+    *(
+        Option(f"{name}_scale", checks.operand_scale, "operand", {f"{name}_scale": ""},
+               compiled="dtype")
+        for name in ("q", "k", "v")
+    ),
 )  # fmt: skip
 #: The option and the core axes of every array that an option may hold.
 ARRAYS = {name: (option, core) for option in OPTIONS for name, core in option.arrays.items()}

@@ -91,6 +91,10 @@ class Options:
         Your own formula for the score, after bias and ALiBi.
     mask_mod : MaskMod, optional
         Your own formula for visibility.
+    q_scale, k_scale, v_scale : positive float, or floating array, core shape (b, 1), optional
+        What elements of q, k and v of an 8-bit dtype are multiplied by: see :func:`quantize`.
+        With b = 1 one factor for a whole (sequence, feature) matrix; otherwise one for each block
+        of rows: the smallest power of two of rows with which b blocks cover them all.
 
     Notes
     -----
@@ -124,6 +128,9 @@ class Options:
     dropout: float = 0.0
     seed: int | None = None
     enable_gqa: bool = False
+    q_scale: Array | float | None = None
+    k_scale: Array | float | None = None
+    v_scale: Array | float | None = None
     #: Plain values and the layouts of arrays: all that a Problem depends on.
     signature: Any = field(init=False)
     #: The options that are arrays, by name.
@@ -205,6 +212,9 @@ class ScoreOptions(TypedDict, total=False):
     dropout: float
     seed: int | None
     enable_gqa: bool
+    q_scale: Array | float | None
+    k_scale: Array | float | None
+    v_scale: Array | float | None
 
 
 _DEFAULTS = {f.name: f.default for f in fields(Options) if f.init}

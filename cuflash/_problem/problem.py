@@ -16,6 +16,7 @@ import numpy as np
 from cuflash._arrays import Array, is_cupy, same_module
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import FARTHEST, FLOATS
+from cuflash._problem.float8 import E4M3
 from cuflash._problem.formulas import Formulas
 from cuflash._problem.operand import (
     Axes,
@@ -197,7 +198,9 @@ def _describe(
     def option_array(name: str, array: Signature) -> Operand:
         option, axes = ARRAYS[name]
         extents = tuple({"m": seqlen_q, "n": seqlen_k}[axis] for axis in axes)
-        shape, full = array[0], batch_shape + extents
+        of_keys = option.stage == "operand" and name != "q_scale"
+        heads = batch_shape[-1:] if group_size is None or not of_keys else own_batch["k"][-1:]
+        shape, full = array[0], (*batch_shape[:-1], *heads, *extents)
         if len(shape) < len(extents) or not broadcastable(shape, full):
             own = list(option.arrays)
             argument = option.name if len(own) == 1 else f"{option.name}[{own.index(name)}]"
@@ -210,14 +213,15 @@ def _describe(
             example = (*batch_shape[:1], *(1 for _ in batch_shape[1:]), *extents)
             expected = f"a shape that broadcasts to {full}, for example {example}"
             raise wrong_value(argument, f"shape {shape}", expected, fix)
-        return option_operand(array, batch, extents, group_size)
+        return option_operand(array, batch, extents, group_size, kv=of_keys)
 
     of_options: dict[str, Any] = {name: option_array(name, a) for name, a in options.arrays}
     for name, number in _NUMBERS.items():
         if getattr(options, name) is not None:
             of_options[name] = number(getattr(options, name))
     left, right = options.window or (None, None)
-    out_layout = _out_layout(out, batch_shape, (seqlen_q, head_dim_v), axes, dtype)
+    own = HALVES[1] if dtype == E4M3 else dtype
+    out_layout = _out_layout(out, batch_shape, (seqlen_q, head_dim_v), axes, own)
     return Problem(
         batch=batch,
         batch_shape=batch_shape,
@@ -283,7 +287,7 @@ def _gradient_operand(problem: Problem, name: str, array: Signature) -> Operand:
 def common_dtype(dtypes: dict[str, np.dtype[Any]]) -> np.dtype[Any]:
     """The dtype that q, k, v promote to; a TypeError for dtypes that cannot meet."""
     for name, dtype in dtypes.items():
-        if dtype not in FLOATS:
+        if dtype not in FLOATS and dtype != E4M3:
             fix = f"write {name}.astype(np.float32)" if dtype.kind in "iub" else ""
             expected = "float16, bfloat16, float32 or float64"
             raise wrong_type(name, f"dtype {dtype}", expected, fix)

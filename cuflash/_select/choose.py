@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash._errors import problem_with
+from cuflash._errors import NoKernel, problem_with
 from cuflash._kernels import fused_backward, split_keys, split_queries
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
@@ -22,6 +22,7 @@ from cuflash._kernels.forward_combine import CombineConfig
 from cuflash._kernels.registry import that_compute
 from cuflash._kernels.request import Request, needs_simt
 from cuflash._kernels.segment_bounds import SegmentBoundsConfig
+from cuflash._problem.float8 import E4M3
 from cuflash._problem.problem import HALVES, Problem
 from cuflash._select import measured
 from cuflash._select.access import Access, in_c_order, rows_fit_tensor_maps
@@ -155,14 +156,16 @@ def _backward(
 
 def _in_one_pass(config: Any, request: Request) -> list[LaunchStep]:
     """The kernel of all gradients, and those that add up what it leaves."""
-    problem, splits = request.problem, 1
-    sums = split_queries.sums_of_dq(problem, config, request.num_sms)
-    if config.split_queries:
-        splits = split_queries.parts_of(problem, config, request.num_sms)
-    steps = [LaunchStep(config, splits=splits, dq_sums=sums)]
-    if config.split_queries:
-        steps.append(LaunchStep(BackwardCombineConfig.after(config), splits=splits))
-    return [*steps, LaunchStep(BackwardConvertConfig.after(config), dq_sums=sums)]
+    problem, num_sms = request.problem, request.num_sms
+    parts = split_queries.parts_of(problem, config, num_sms)
+    sums = split_queries.sums_of_dq(problem, config, num_sms)
+    convert = LaunchStep(BackwardConvertConfig.after(config), dq_sums=sums)
+    if parts == 1:
+        return [LaunchStep(config, dq_sums=sums), convert]
+    rows = parts > split_queries.entries_that_share(problem)
+    config = config.replace(split_queries=True, split_rows=rows)
+    combine = LaunchStep(BackwardCombineConfig.after(config), splits=parts)
+    return [LaunchStep(config, splits=parts, dq_sums=sums), combine, convert]
 
 
 def _fused(call: _Call, names: frozenset[str], override: BackwardConfigs) -> KernelConfig | None:
@@ -181,6 +184,8 @@ def _fused(call: _Call, names: frozenset[str], override: BackwardConfigs) -> Ker
 
 def _chosen(result: str, call: _Call, override: KernelConfig | None) -> tuple[KernelConfig, ...]:
     found = _first(result, call, override)
+    if not found and override is None:
+        raise NoKernel(f"{call.request.problem.dtype} on {call.hardware.name}")
     if not found:
         raise unservable(override, call.request.problem, call.hardware)
     return found
@@ -194,6 +199,8 @@ def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ker
     for kernel in that_compute(result):
         asked = override is None or kernel.kernel == override.kernel
         if not asked or (only is not None and kernel.kernel not in only):
+            continue
+        if kernel.float8 != (request.problem.dtype == E4M3):
             continue
         if joins and not kernel.joins_results:
             continue

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Unpack
 
-from cuflash._api import arguments
+from cuflash._api import arguments, float8
 from cuflash._api.arguments import QKV
 from cuflash._arrays import Array, array_module, native, rounded
-from cuflash._errors import wrong_type, wrong_value
+from cuflash._errors import not_yet, wrong_type, wrong_value
 from cuflash._problem.checks import flag
 from cuflash._problem.operand import Axes, checked_axes, core_axes
 from cuflash._problem.options import Options, ScoreOptions, resolve
@@ -300,6 +300,10 @@ def _run(
             _canonical(n, a, p) for n, a, p in zip(QKV, promoted, pairs, strict=False)
         )
         chosen_options = _own_options(comm, rank, options, score_options)
+        if float8.among(chosen_options, *given.values()):
+            raise not_yet(
+                "q, k, v of 8 bits on several ranks", "a later one", "multiply by scales first"
+            )
         wanted = None if wrt is None else arguments.gradient_names(wrt, chosen_options)
         return _Call(arrays, canonical, chosen_options, wanted)
 

@@ -12,7 +12,7 @@ from cuflash._problem.option_table import ARRAYS, FIELDS
 from cuflash._problem.options import Options, ScoreOptions, resolve, with_arrays
 from cuflash._results import AttentionResult, Gradients
 from cuflash.reference._dense import attention, attention_backward
-from cuflash.reference._score import NO_AXES, Array, to_axes, to_canonical
+from cuflash.reference._score import NO_AXES, Array, to_axes, to_canonical, without_scales
 
 
 def attention_varlen(
@@ -44,7 +44,9 @@ def attention_varlen(
     True
     """
     pairs = axes or NO_AXES
-    batch = _Batch((q, k, v), cu_seqlens_q, cu_seqlens_k, resolve(options, score_options), pairs)
+    options = resolve(options, score_options)
+    (q, k, v), options = without_scales((q, k, v), options, pairs, dtype)
+    batch = _Batch((q, k, v), cu_seqlens_q, cu_seqlens_k, options, pairs)
     result = attention(*batch.padded, options=batch.options, return_lse=True, dtype=dtype)
     out = to_axes(_packed(result.out, batch.q_slices, batch.total_q), pairs[3])
     rows = _packed(result.lse[..., None], batch.q_slices, batch.total_q, elsewhere=-np.inf)
@@ -84,6 +86,7 @@ def attention_varlen_backward(
     """
     del out, lse
     pairs, chosen = axes or NO_AXES, resolve(options, score_options)
+    (q, k, v), chosen = without_scales((q, k, v), chosen, pairs, dtype)
     batch = _Batch((q, k, v), cu_seqlens_q, cu_seqlens_k, chosen, pairs)
     padded_dout = _padded(to_canonical(dout, pairs[3]), batch.q_slices)
     rows = None if dlse is None else _padded(dlse[..., None], batch.q_slices)[..., 0]

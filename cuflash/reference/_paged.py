@@ -9,7 +9,7 @@ import numpy as np
 
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash.reference._dense import attention
-from cuflash.reference._score import NO_AXES, Array, to_axes, to_canonical
+from cuflash.reference._score import NO_AXES, Array, to_axes, to_canonical, without_scales
 
 
 def attention_paged(
@@ -39,6 +39,7 @@ def attention_paged(
     (1, 1, 3, 8)
     """
     pairs, options = axes or NO_AXES, resolve(options, score_options)
+    (q, k_pages, v_pages), options = without_scales((q, k_pages, v_pages), options, pairs, dtype)
     numbers = np.clip(page_table, 0, len(k_pages) - 1)
     k, v = (_in_order(to_canonical(a, p), numbers) for a, p in ((k_pages, pairs[1]),
                                                                (v_pages, pairs[2])))  # fmt: skip

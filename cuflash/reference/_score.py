@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from cuflash._arrays import native
 from cuflash._errors import wrong_type
 from cuflash._problem import philox
+from cuflash._problem.float8 import factor_of_rows
 from cuflash._problem.options import Options
 from cuflash._problem.score_mod import lent
 
@@ -114,13 +116,35 @@ def operands(
                 name, "a CuPy array", "a NumPy array",
                 "write cupy.asnumpy: the reference runs on the host",
             )  # fmt: skip
-        arrays[name] = to_canonical(array, pair).astype(dtype)
+        arrays[name] = dequantized(array, getattr(options, f"{name}_scale"), pair, dtype)
     q, k, v = arrays.values()
     if options.enable_gqa:
         group_size = q.shape[-3] // max(k.shape[-3], 1)
         k, v = (np.repeat(a, group_size, axis=-3) for a in (k, v))
     batch = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     return np.broadcast_to(q, batch + q.shape[-2:]), k, v
+
+
+def dequantized(array: Array, scale: Any, pair: tuple[int, int], dtype: Any) -> Array:
+    """Canonical order; elements times their factor, where they have one."""
+    rows = to_canonical(array, pair).astype(dtype)
+    if scale is None:
+        return rows
+    return rows * np.asarray(factor_of_rows(scale, rows.shape[-2])).astype(dtype)
+
+
+def without_scales(
+    arrays: tuple[Array, ...], options: Options, axes: Any, dtype: Any
+) -> tuple[tuple[Array, ...], Options]:
+    """Dequantised q, k and v in their own order of axes, and the options without scales."""
+    scales = (options.q_scale, options.k_scale, options.v_scale)
+    if all(scale is None for scale in scales):
+        return arrays, options
+    found = tuple(
+        to_axes(dequantized(array, scale, pair, dtype), pair)
+        for array, scale, pair in zip(arrays, scales, axes, strict=False)
+    )
+    return found, replace(options, q_scale=None, k_scale=None, v_scale=None)
 
 
 def scale_of(options: Options, head_dim: int, dtype: Any) -> Any:

@@ -17,7 +17,7 @@ from cuflash import reference
 from cuflash._arrays import Array
 from cuflash._problem.option_table import FIELDS
 from cuflash.testing import _model_flash as model_flash
-from cuflash.testing._model_flash import finfo
+from cuflash.testing._model_flash import WEIGHT_FACTOR, WEIGHTS, finfo
 
 #: Scores of a call from which on its batch entries are looked at one after the other: the system
 #: takes longer to provide and to clear larger arrays than it takes to compute them.
@@ -54,6 +54,10 @@ def sum_error(terms: int) -> float:
     return min(float(terms), 3 * math.sqrt(terms))
 
 
+#: Of a sum of products of 8 bits: tensor cores keep 13 bits of it beside the largest.
+_LOST_OF_FLOAT8 = 2.0**-12
+
+
 class Bounds:
     """Truth, models and bounds of the results of one call."""
 
@@ -68,6 +72,10 @@ class Bounds:
         self.w = float(finfo(call.dtype).eps) / 2 if half else 0.0
         self.t = float(finfo(call.dtype).smallest_subnormal) / 2 if half else 0.0
         self.z = (1 + 2.0**-10) ** 2 - 1 if call.tf32 else 0.0  # z' of the derivation
+        if call.float8:
+            self.w = float(finfo(WEIGHTS).eps) / 2
+            self.t = float(finfo(WEIGHTS).smallest_subnormal) / float(2 * WEIGHT_FACTOR)
+            self.z = _LOST_OF_FLOAT8
         self.tiny = float(np.finfo(self.accumulator).tiny)
         self.given: tuple[Array, Array] | None = None
 

@@ -42,6 +42,9 @@ class Call:
         The inputs with respect to which a gradient is asked for.
     tf32 : bool
         Whether products of TF32 are permitted.
+    float8 : bool
+        Whether weights may be rounded to float8_e4m3fn, as where operands have 8 bits; q, k and v
+        are then what these are dequantised to.
     origin : str
         The family and the seed of the arrays, for messages.
 
@@ -61,6 +64,7 @@ class Call:
     options: Mapping[str, Any] = field(default_factory=dict)
     wrt: tuple[str, ...] = ("q", "k", "v")
     tf32: bool = False
+    float8: bool = False
     origin: str = ""
 
     @property

@@ -6,6 +6,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from cuflash._api import float8
 from cuflash._api.arguments import QKV
 from cuflash._arrays import is_cupy, native
 from cuflash._errors import wrong_type, wrong_value
@@ -58,7 +59,9 @@ def assert_attention_close(
     options, axes, **score_options
         As in :func:`cuflash.attention`.
     precision : {None, "ieee", "tf32"}
-        ``"tf32"`` allows for products of TF32.
+        ``"tf32"`` allows for products of TF32. Where an operand has 8 bits, the budget is that of
+        weights of 8 bits, on the arrays that its dtype and scale stand for, which powers of two as
+        scales keep exact.
 
     Raises
     ------
@@ -101,6 +104,13 @@ def assert_attention_close(
         raise wrong_value("dout", "gradients without dout", "the cotangent of out")
     given = {n: _on_the_host(n, array) for n, array in zip(QKV, (q, k, v), strict=True)}
     keywords = _keywords(chosen)
+    is_float8 = float8.among(chosen, *given.values())
+    if is_float8:
+        own = getattr(actual[0] if isinstance(actual, tuple) else actual, "dtype", None)
+        q, k, v = given.values()
+        plain = float8.dequantized(q, k, v, Options(**keywords), axes=axes, out_dtype=own)
+        given = dict(zip(QKV, plain[:3], strict=True))
+        keywords = _keywords(plain.options)
     if absent := [name for name in wrt if name not in (*QKV, *keywords, "scale")]:
         got = f"a gradient of {absent[0]}, which the call has not"
         raise wrong_value("gradients", got, "gradients of its inputs")
@@ -128,6 +138,7 @@ def assert_attention_close(
         dlse=dlse,
         options=keywords,
         wrt=wrt,
+        float8=is_float8,
         tf32=precision == "tf32" and all(a.dtype == np.float32 for a in inputs.values()),
     )
     budget = Budget(call)

@@ -3,8 +3,9 @@
 Model-flash is what a flawless fused kernel computes: scores, exponentials and all sums in the
 accumulator (float32; float64 for float64), the unnormalised probabilities and the score gradients
 rounded once to the operand dtype before their product, results rounded once at the end. Where a
-call asks for TF32, every operand of a product is cut to its 11 significant bits. It knows nothing
-about tiles. Which keys a query sees comes from the definition; a mistake there is looked
+call asks for TF32, every operand of a product is cut to its 11 significant bits. Where operands
+have 8 bits, probabilities are rounded to float8_e4m3fn, 2^8 times as large. It knows nothing about
+tiles. Which keys a query sees comes from the definition; a mistake there is looked
 for by comparing with the definition, not with this model.
 """
 
@@ -21,6 +22,10 @@ from cuflash._api.probabilities import dropout_mask
 from cuflash._arrays import Array
 
 finfo: Any = ml_dtypes.finfo  # which has no types
+
+
+#: Of probabilities where operands have 8 bits, and what they are multiplied by before.
+WEIGHTS, WEIGHT_FACTOR = np.dtype(ml_dtypes.float8_e4m3fn), np.float32(2**8)
 
 
 def accumulator(dtype: Any) -> np.dtype[Any]:
@@ -186,7 +191,11 @@ def forward(inputs: Expanded, *, rounding: bool = True) -> tuple[Array, Array]:
     p = np.exp(scores - largest)
     total = p.sum(-1, keepdims=True) + np.exp(inputs.sink - largest)
     seen = total > 0
-    weighted = _product(inputs, _rounded(p * inputs.kept, dtype), inputs.v, rounding)
+    if rounding and inputs.call.float8:
+        rounded = _rounded(p * inputs.kept * WEIGHT_FACTOR, WEIGHTS) / WEIGHT_FACTOR
+    else:
+        rounded = _rounded(p * inputs.kept, dtype)
+    weighted = _product(inputs, rounded, inputs.v, rounding)
     weighted = weighted * p.dtype.type(inputs.kept_scale)
     out = np.divide(weighted, total, out=np.zeros_like(weighted), where=seen)
     with np.errstate(divide="ignore"):

@@ -26,7 +26,10 @@ DTYPES = {t.__name__: np.dtype(t) for t in (np.float16, bfloat16, np.float32, np
 PASSES = ("fwd", "bwd", "fwd+bwd")
 PRECISIONS = ("ieee", "tf32")
 #: Options of a score that are arrays.
-ARRAY_OPTIONS = (*(o.name for o in of_stages() if o.arrays and o.name != "offset"), "key_bias")
+ARRAY_OPTIONS = (
+    *(o.name for o in of_stages() if o.arrays and o.name != "offset" and o.stage != "operand"),
+    "key_bias",
+)
 _OF_PAIRS = tuple(name for name, (_, core) in ARRAYS.items() if core == "mn")
 #: Two forms of one option: a value for each pair, or one for each key.
 _BIASES = {"bias", "key_bias"}

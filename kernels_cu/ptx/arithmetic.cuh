@@ -55,6 +55,21 @@ CUFLASH_DEVICE uint32_t pack_bfloat16(float low, float high) {
   }
 }
 
+// Four float32 rounded to nearest even, what is too large to the largest; `x0` lands at the lowest
+// address.
+#define CUFLASH_PTX_PACK_FLOAT8(dtype)                                              \
+  CUFLASH_DEVICE uint32_t pack_##dtype(float x0, float x1, float x2, float x3) {    \
+    uint32_t packed;                                                                \
+    asm("{.reg .b16 low, high; cvt.rn.satfinite." #dtype                            \
+        "x2.f32 low, %2, %1; "                                                      \
+        "cvt.rn.satfinite." #dtype "x2.f32 high, %4, %3; mov.b32 %0, {low, high};}" \
+        : "=r"(packed)                                                              \
+        : "f"(x0), "f"(x1), "f"(x2), "f"(x3));                                      \
+    return packed;                                                                  \
+  }
+CUFLASH_PTX_PACK_FLOAT8(e4m3)
+CUFLASH_PTX_PACK_FLOAT8(e5m2)
+
 // In each half all bits become its highest.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prmt
 CUFLASH_DEVICE uint32_t spread_high_bits(uint32_t x) {

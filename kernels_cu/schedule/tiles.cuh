@@ -84,14 +84,14 @@ struct KeyTile : OwnedTile {
   }
   CUFLASH_DEVICE static KeyTile of(const BackwardParams& params, int owner, int sequence,
                                    int first_key) {
-    const int parts = Config::split_queries ? params.row_parts : 1;
+    const int parts = Config::split_rows ? params.row_parts : 1;
     return {{owner / parts, sequence}, first_key, owner % parts};
   }
 
   // Where they are split: the blocks of queries that are this thread block's. Extents of arrays
   // alone decide which.
   CUFLASH_DEVICE BlockRanges own(BlockRanges blocks, const BackwardParams& params) const {
-    if constexpr (Config::split_queries) {
+    if constexpr (Config::split_rows) {
       blocks.begin = max(blocks.begin, part * params.part_blocks);
       blocks.end = min(blocks.end, (part + 1) * params.part_blocks);
     }

@@ -26,8 +26,9 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
   int64_t bias_offset, mask_offset, ids_q_offset, ids_k_offset, bounds_q_offset, bounds_k_offset;
   uint64_t entry_number;  // number of this entry
   Real slope;
-  int near_offset;  // the causal offset is near_offset, or lies far_offset farther off, which is
-  Real far_offset;  // farther than any key
+  Real operand_scale;  // of q times k, where their elements are multiples of it
+  int near_offset;     // the causal offset is near_offset, or lies far_offset farther off, which is
+  Real far_offset;     // farther than any key
   int diagonal_begin, diagonal_end;  // visible: diagonal_begin <= kv_idx - q_idx < diagonal_end
 
   CUFLASH_DEVICE Score(const ScoreParams& score_params, const BatchIndex& entry,
@@ -59,6 +60,10 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
       ids_k_offset = entry * params.segment_ids_k_strides;
       bounds_q_offset = entry * params.segment_bounds_q_strides;
       bounds_k_offset = entry * params.segment_bounds_k_strides;
+    }
+    if constexpr (scales_operands) {
+      operand_scale = read_scale<Config::q_scale>(params.q_scale, entry * params.q_scale_strides) *
+                      read_scale<Config::k_scale>(params.k_scale, entry * params.k_scale_strides);
     }
     if constexpr (Config::alibi_slopes != Dtype::none) {
       slope =
@@ -216,9 +221,7 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
   }
 
   // What `apply` makes of a visible pair where its bias, which was read, is all that is added.
-  CUFLASH_DEVICE Real with_bias(Real score, Real bias) const {
-    return fma(params.scale, score, bias);
-  }
+  CUFLASH_DEVICE Real with_bias(Real score, Real bias) const { return fma(scale(), score, bias); }
 
   // What a slope multiplies.
   CUFLASH_DEVICE Real distance(int q_idx, int kv_idx) const {
@@ -262,12 +265,21 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
     return Config::score_mod && value == -infinity() ? 0 : derivative(score, bias, q_idx, kv_idx);
   }
 
-  CUFLASH_DEVICE Real unit() const { return Config::scale_in_exponent ? params.scale : 1; }
+  // Of products of elements, in natural units and in those of exponents.
+  CUFLASH_DEVICE Real scale() const { return of_operands(params.scale); }
+  CUFLASH_DEVICE Real scale_log2() const { return of_operands(params.scale_log2); }
+
+  // Of v, whose elements are multiples of it.
+  CUFLASH_DEVICE Real value_scale(const BatchIndex& entry) const {
+    return read_scale<Config::v_scale>(params.v_scale, entry * params.v_scale_strides);
+  }
+
+  CUFLASH_DEVICE Real unit() const { return Config::scale_in_exponent ? scale() : 1; }
 
   // A running maximum (of values of `apply`) as what exponents are formed against. It is rounded
   // once, here: two roundings of one maximum would differ by a factor where logits are huge. (D2)
   CUFLASH_DEVICE Real reference(Real maximum) const {
-    return folds_scale ? maximum * params.scale_log2 : maximum;
+    return folds_scale ? maximum * scale_log2() : maximum;
   }
 
   // Is a row with this reference to be computed pair by pair?
@@ -279,19 +291,19 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
 
   // A maximum with about this reference, where the scale is a factor of exponents.
   CUFLASH_DEVICE float maximum_near(float reference) const {
-    return __fdividef(reference, params.scale_log2);
+    return __fdividef(reference, scale_log2());
   }
 
   // log2 of exp(logit - reference), for a value of `apply`. Without a scale to fold the difference
   // comes first: a bias may be as large as float32 goes.
   CUFLASH_DEVICE Real exponent(Real value, Real reference) const {
-    return folds_scale ? fma(value, params.scale_log2, -reference)
+    return folds_scale ? fma(value, scale_log2(), -reference)
                        : (value - reference) * exponent_factor();
   }
 
   // What it multiplies a value by.
   CUFLASH_DEVICE Real exponent_factor() const {
-    return Config::scale_in_exponent ? params.scale_log2 : log2_e;
+    return Config::scale_in_exponent ? scale_log2() : log2_e;
   }
 
   // log2 of exp(from - to), of two references.
@@ -399,7 +411,7 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
     if constexpr (Config::scale_in_exponent) {
       return score;
     } else {
-      const Real factor = Config::softcap ? params.softcap : params.scale;
+      const Real factor = Config::softcap ? params.softcap : scale();
       const Real x = Config::softcap ? capped(score) : score;
       if constexpr (Config::bias != Dtype::none) {
         // A bias of -inf hides the pair, whatever its product is. (D18)
@@ -434,7 +446,13 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
     }
   }
 
-  CUFLASH_DEVICE Real capped(Real score) const { return tanh(score * params.inverse_softcap); }
+  CUFLASH_DEVICE Real of_operands(Real factor) const {
+    return scales_operands ? factor * operand_scale : factor;
+  }
+
+  CUFLASH_DEVICE Real capped(Real score) const {
+    return tanh(score * of_operands(params.inverse_softcap));
+  }
 };
 
 }  // namespace cuflash

@@ -62,6 +62,9 @@ struct ScoreTraits {
       Config::window_left || Config::window_right || may_hide_rows;
   static constexpr bool masks_before_full = Config::window_left;
 
+  static constexpr bool scales_operands =
+      Config::q_scale != Dtype::none || Config::k_scale != Dtype::none;
+
   // Is one multiply-add an exponent? Of float32 the difference of two scores comes first: then the
   // weight of a row's maximum is 1, and not what its reference was rounded by. Not in narrow heads,
   // where an exponent is a large part of what a score costs.

@@ -210,7 +210,8 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
     o.add(keeps_pair(score, q_idx, kv_idx) ? p / new_sum : 0, v);
   }
   const RowEnd end = exact_end(score, entry, row_max, row_sum);
-  Real factor = kept_scale(params.score) * end.weight * (row_sum / end.sum);
+  Real factor = kept_scale(params.score) * score.value_scale(entry) * end.weight;
+  factor *= row_sum / end.sum;
   factor = row_sum == 0 ? 0 : factor;
   Real lse = row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
   Real* const lse_there = params.lse + entry * params.lse_layout.batch +

@@ -10,6 +10,9 @@
 
 namespace cuflash {
 
+// Is p v of a block summed beside o, and added to it? Sums of e4m3 products keep about 14 bits.
+constexpr bool promotes = Config::promotes;
+
 struct Consumer {
   const ForwardSm90Params& params;
   SharedMemory& smem;
@@ -18,7 +21,8 @@ struct Consumer {
   Ring<Config::num_q_stages> q_ring;  // counts tiles
   SplitSoftmax softmax;
   float o_acc[1][o_tiles][4];
-  uint32_t p_frag[1][s_tiles / 2][4];
+  float block_acc[1][promotes ? o_tiles : 1][4];  // p v of one block
+  uint32_t p_frag[1][s_tiles * sizeof(Element) / 4][4];
 
   // All tiles of this thread block.
   CUFLASH_DEVICE void run() {
@@ -292,7 +296,12 @@ struct Consumer {
 
   CUFLASH_DEVICE void end_product(const Ring<Config::num_stages>& at) {
     ptx::wgmma_wait<0>();
-    ptx::pin(flat(o_acc));
+    if constexpr (promotes) {
+      ptx::pin(flat(block_acc));
+      unrolled<o_tiles, 4>([&](int t, int i) { o_acc[0][t][i] += block_acc[0][t][i]; });
+    } else {
+      ptx::pin(flat(o_acc));
+    }
     arrive_if(smem.v_empty[at.stage()], leads_warpgroup());
   }
 
@@ -334,17 +343,39 @@ struct Consumer {
   template <Keys keys, int tiles>
   CUFLASH_DEVICE void pack_p(const float (&s_acc)[1][tiles][4],
                              const DroppedPairs<1, tiles>& dropped) {
+    if constexpr (is_fp8) return pack_e4m3<keys>(s_acc, dropped);
     unrolled<s_tiles>([&](int t) {
       const int own = t - first_of(keys);
       unrolled<2>([&](int half) {
         uint32_t& pair = p_frag[0][t / 2][t % 2 * 2 + half];
         if (own >= 0 && own < tiles) {
-          pair = pack<Config::dtype>(s_acc[0][own][2 * half], s_acc[0][own][2 * half + 1]);
+          pair = pack<pair_dtype>(s_acc[0][own][2 * half], s_acc[0][own][2 * half + 1]);
           pair = dropped.applied(pair, 0, own, half);
         } else {
           pair = 0;
         }
       });
+    });
+  }
+
+  // Two tiles of 8 keys are the 16 that transposers put in this order.
+  template <Keys keys, int tiles>
+  CUFLASH_DEVICE void pack_e4m3(const float (&s_acc)[1][tiles][4],
+                                const DroppedPairs<1, tiles>& dropped) {
+    unrolled<s_tiles / 2, 2>([&](int pair, int half) {
+      const int own = 2 * pair - first_of(keys);
+      uint32_t& four = p_frag[0][pair / 2][pair % 2 * 2 + half];
+      if (own >= 0 && own < tiles) {
+        const float (&first)[4] = s_acc[0][own], (&second)[4] = s_acc[0][own + 1];
+        four = ptx::pack_e4m3(first[2 * half], first[2 * half + 1], second[2 * half],
+                              second[2 * half + 1]);
+        if constexpr (Config::dropout) {
+          four &= __byte_perm(dropped.applied(~0u, 0, own, half),
+                              dropped.applied(~0u, 0, own + 1, half), 0x6420);
+        }
+      } else {
+        four = 0;
+      }
     });
   }
 
@@ -357,9 +388,17 @@ struct Consumer {
 
   template <Keys keys>
   CUFLASH_DEVICE void start_product_with(const Ring<Config::num_stages>& at) {
-    constexpr int first = first_of(keys) / 2, count = count_of(keys) / 2;
+    constexpr int step = 4 / sizeof(Element);  // tiles that one product sums
+    constexpr int first = first_of(keys) / step, count = count_of(keys) / step;
     wait(smem.v_full[at.stage()], at.full_parity());
-    start_product<SharedMemory::VTile, first, count>(o_acc, p_frag, smem.v[at.stage()].mn_major());
+    const SharedMemory::VTile& v = smem.v[at.stage()];
+    if constexpr (promotes) {
+      start_product_e4m3<SharedMemory::VTile, first, count>(block_acc, p_frag, v.k_major(), false);
+    } else if constexpr (is_fp8) {
+      start_product_e4m3<SharedMemory::VTile, first, count>(o_acc, p_frag, v.k_major(), true);
+    } else {
+      start_product<SharedMemory::VTile, first, count>(o_acc, p_frag, v.mn_major());
+    }
   }
 
   CUFLASH_DEVICE void pingpong_wait() const {
@@ -380,13 +419,13 @@ struct Consumer {
     softmax.finish();
     bool hidden[2], unsure[2];
     float factor[2], before[2] = {};
+    const float value_unit = kept_scale(params.score) * weight_unit * score.value_scale(work.entry);
     unrolled<2>([&](int half) {
       const float sum = softmax.row_sum[0][half];
       unsure[half] = is_unsure(score, softmax.reference(score, 0, half), sum);
       hidden[half] = fragment_row(0, 2 * half, lane) >= num_rows || sum == 0.0f;  // or at least 1
       const RowEnd end = end_of_row(score, work.entry, softmax.row_max[0][half], sum);
-      factor[half] =
-          hidden[half] ? 0.0f : __fdividef(kept_scale(params.score) * end.weight, end.sum);
+      factor[half] = hidden[half] ? 0.0f : __fdividef(value_unit * end.weight, end.sum);
       if constexpr (Config::joins) {
         const int q_idx = warp_row + fragment_row(0, 2 * half, lane);
         const bool exists = q_idx < score.seqlen.rows_q;

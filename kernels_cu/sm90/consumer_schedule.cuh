@@ -14,8 +14,8 @@ constexpr bool halves_first = halves && Score::masks_before_full;
 
 // Full blocks are weighed against the rows' reference as it is: see Consumer::next_full_block. At
 // wide heads products take so long that it gains nothing. (D1)
-constexpr bool keeps_reference =
-    Config::scale_in_exponent && Score::is_plain && !Config::dropout && Config::head_dim <= 128;
+constexpr bool keeps_reference = Config::scale_in_exponent && Score::is_plain && !Config::dropout &&
+                                 Config::head_dim <= 128 && !is_fp8;
 // The softmax of one warpgroup runs under the products of another. Where there are three, those
 // of a narrow block are too short for that, and the order only delays them. Two find their order
 // alone where no maximum is formed and products of a wide head take longer than a softmax.

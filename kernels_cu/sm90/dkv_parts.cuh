@@ -39,7 +39,7 @@ struct DkvParts {
 CUFLASH_DEVICE DkvSlice* own_slice(const BackwardParams& params, const KeyTile& work,
                                    int first_key) {
   if (first_key >= Seqlen(params.score, work.entry(params, 0)).rows_k) return nullptr;
-  const int part = work.owner * params.row_parts + work.part;
+  const int part = Config::split_rows ? work.owner * params.row_parts + work.part : work.owner;
   return &DkvParts(params, params.dk, work.sequence).slice(part, first_key);
 }
 

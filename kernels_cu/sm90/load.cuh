@@ -24,7 +24,7 @@ CUFLASH_DEVICE void start_load(Tile& tile, const ptx::TensorMap& map, const Layo
 #pragma unroll
   for (int panel = 0; panel < Tile::num_panels; ++panel) {
     ptx::tma_load(ptx::shared_address(tile.data[panel]), map, ptx::shared_address(&full),
-                  64 * panel, first_row, batch);
+                  Tile::panel_columns * panel, first_row, batch);
   }
 }
 

@@ -4,24 +4,28 @@
 #include "numeric.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/special.cuh"
+#include "ptx/wgmma_e4m3.cuh"
 #include "ptx/wgmma_products.cuh"
 
 namespace cuflash {
 
 using ptx::Major;
 
-// A matrix of 16-bit elements in shared memory as panels of 64 columns; a row of a panel is 128
-// bytes, and the 16-byte chunk c of row r lies at chunk c ^ (r % 8), as in smem_tile.cuh. Columns
-// past the last whole panel are loaded (as zeros where the tensor ends) and not multiplied.
+// A matrix of 16-bit elements in shared memory as panels of 64 columns, of 8-bit ones of 128
+// columns; a row of a panel is 128 bytes, and the 16-byte chunk c of row r lies at chunk c ^ (r %
+// 8), as in smem_tile.cuh. Columns past the last whole panel are loaded (as zeros where the tensor
+// ends) and not multiplied.
 template <int rows_, int columns_>
 struct PanelTile {
   static constexpr int rows = rows_;
   static constexpr int columns = columns_;
-  static constexpr int num_panels = (columns + 63) / 64;
+  static constexpr int panel_columns = 128 / sizeof(Element);
+  static constexpr int num_panels = (columns + panel_columns - 1) / panel_columns;
   static constexpr int panel_bytes = rows * 128;
   static constexpr int bytes = num_panels * panel_bytes;
 
-  alignas(1024) Element data[num_panels][rows][64];  // 8 rows are one atom of the swizzle
+  alignas(
+      1024) Element data[num_panels][rows][panel_columns];  // 8 rows are one atom of the swizzle
 
   // Byte offset of a 16-byte chunk within its panel.
   CUFLASH_DEVICE static constexpr int chunk_offset(int row, int chunk) {
@@ -64,11 +68,15 @@ template <typename ATile, typename BTile, int tiles>
 CUFLASH_DEVICE void start_transposed_product(float (&acc)[1][tiles][4], uint64_t a, uint64_t b) {
   static_assert(tiles <= BTile::rows / 8 && ATile::columns == BTile::columns, "shapes");
   ptx::wgmma_group(flat(acc), [&] {
-    unrolled<ATile::columns / 16>([&](int k) {
-      // 16 columns are 32 bytes of a panel's row.
-      ptx::wgmma_ss<Major::k, Major::k>(flat(acc),
-                                        a + k % 4 * 2 + k / 4 * (ATile::panel_bytes / 16),
-                                        b + k % 4 * 2 + k / 4 * (BTile::panel_bytes / 16), k > 0);
+    unrolled<ATile::columns * sizeof(Element) / 32>([&](int k) {
+      // One product sums 32 bytes of a panel's row.
+      const uint64_t at_a = a + k % 4 * 2 + k / 4 * (ATile::panel_bytes / 16);
+      const uint64_t at_b = b + k % 4 * 2 + k / 4 * (BTile::panel_bytes / 16);
+      if constexpr (is_fp8) {
+        ptx::wgmma_e4m3(flat(acc), at_a, at_b, k > 0);
+      } else {
+        ptx::wgmma_ss<Major::k, Major::k>(flat(acc), at_a, at_b, k > 0);
+      }
     });
   });
 }
@@ -127,6 +135,22 @@ CUFLASH_DEVICE void start_shared_product(float (&acc)[1][tiles][4], uint64_t a, 
       });
     });
   });
+}
+
+// Starts acc = A . B, or acc += where it `accumulates`, of e4m3: A in registers, columns of B in
+// the rows of a tile; of the steps by 32, those from `first` on.
+template <typename BTile, int first, int count, int tiles, int steps>
+CUFLASH_DEVICE void start_product_e4m3(float (&acc)[1][tiles][4], uint32_t (&a_frag)[1][steps][4],
+                                       uint64_t b, bool accumulates) {
+  static_assert(tiles == BTile::rows / 8 && steps == BTile::columns / 32, "shapes");
+  auto& a_registers = reinterpret_cast<uint32_t (&)[4 * steps]>(a_frag);
+  ptx::pin(a_registers);
+  ptx::wgmma_group(flat(acc), [&] {
+    unrolled<count>([&](int k) {
+      ptx::wgmma_e4m3(flat(acc), a_frag[0][first + k], b + (first + k) * 2, k > 0 || accumulates);
+    });
+  });
+  ptx::pin(a_registers);
 }
 
 // Starts acc += A . B, A in registers; of the steps by 16, those from `first` on.

@@ -131,16 +131,17 @@ struct Producer {
     const Range kept{max(seen.begin - first_key, 0), seen.end - first_key};
     const int loaded = min(Config::block_n, params.score.seqlen_k - first_k - first_key);
     const bool clears = kept.begin > 0 || kept.end < loaded;
-    wait(smem.v_empty[stage], v_ring.empty_parity());
-    load(smem.v[stage], params.v_map, params.v_layout, clears ? smem.v_raw : smem.v_full[stage],
-         entry, first_k + first_key);
+    auto& to = landing_of_v(smem);
+    wait(to.v_empty[stage], v_ring.empty_parity());
+    load(to.v[stage], params.v_map, params.v_layout, clears ? smem.v_raw : to.v_full[stage], entry,
+         first_k + first_key);
     if (clears) {
       wait(smem.v_raw, raw_ring.full_parity());
       raw_ring.advance();
-      clear_rows(smem.v[stage], 0, kept.begin);
-      clear_rows(smem.v[stage], kept.end, loaded);
+      clear_rows(to.v[stage], 0, kept.begin);
+      clear_rows(to.v[stage], kept.end, loaded);
       ptx::fence_async_proxy();
-      arrive_as_warp(smem.v_full[stage]);
+      arrive_as_warp(to.v_full[stage]);
     }
     v_ring.advance();
   }

@@ -3,9 +3,11 @@
 //   barrier      arrivals a phase   what the end of a phase says
 //   q_full       1 + bytes          q is there
 //   q_empty      1 or consumers     q was read and, if out is staged in it, stored: load the next
-//   k/v_full     1 + bytes          k or v of a block is there
+//   k/v_full     1 + bytes          k or v of a block is there; transposers where these bring v
 //   k/v_empty    consumers          every warpgroup has multiplied with it: load the next
 //   v_raw        1 + bytes          v of a block is there, with rows to be cleared
+//   rows.v_full  1 + bytes          of e4m3: v of a block is there in rows
+//   rows.v_empty transposers        it was transposed into the ring of v: load the next
 //   o_full       4 (warps)          64 rows of out are staged: store them
 //   work_full    1                  the next tile is drawn
 //   work_empty   readers (warps)    every reader has a copy: draw the next
@@ -26,6 +28,8 @@ constexpr int consumers = Config::block_m / 64;  // warpgroups, of 64 rows each
 // With two q tiles, results are staged in the one that was read while the other is under way; with
 // one, or where they are wider than q, they go to global memory directly.
 constexpr bool stages_out = Config::num_q_stages == 2 && Config::out_dtype == Config::dtype;
+// Products of e4m3 sum what is contiguous: so many warps make rows of the columns of v.
+constexpr int transposers = is_fp8 ? 3 : 0;
 constexpr int first_turn = 1, first_together = first_turn + consumers;  // 0 is __syncthreads
 static_assert(Config::num_threads == 128 * (consumers + 1), "one producer warpgroup");
 static_assert(!Config::split_keys || !is_packed, "a thread block has one part of one tile");
@@ -56,14 +60,25 @@ struct Work {
         entry(params.batch, KeyPart::owner(params, owner), place.sequence) {}
 };
 
+// Where v of e4m3 lands, before it is transposed.
+template <bool are_there>
+struct RowsOfV {
+  PanelTile<Config::block_n, Config::head_dim_v> v[Config::num_stages];
+  uint64_t v_full[Config::num_stages], v_empty[Config::num_stages];
+};
+template <>
+struct RowsOfV<false> {};
+
 struct SharedMemory {
   using QTile = PanelTile<Config::block_m, Config::head_dim>;
   using KTile = PanelTile<Config::block_n, Config::head_dim>;
-  using VTile = PanelTile<Config::block_n, Config::head_dim_v>;
+  using VTile = If<is_fp8, PanelTile<Config::head_dim_v, Config::block_n>,
+                   PanelTile<Config::block_n, Config::head_dim_v>>;
 
   QTile q[Config::num_q_stages];
   KTile k[Config::num_stages];
   VTile v[Config::num_stages];
+  RowsOfV<is_fp8> rows;
   uint64_t q_full[Config::num_q_stages], q_empty[Config::num_q_stages];
   uint64_t k_full[Config::num_stages], k_empty[Config::num_stages];
   uint64_t v_full[Config::num_stages], v_empty[Config::num_stages];
@@ -73,6 +88,16 @@ struct SharedMemory {
   uint64_t never;
   Work work[2];
 };
+
+// Where TMA brings v.
+template <typename Memory>
+CUFLASH_DEVICE auto& landing_of_v(Memory& smem) {
+  if constexpr (is_fp8) {
+    return smem.rows;
+  } else {
+    return smem;
+  }
+}
 
 // By one thread, before any other touches a barrier.
 CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
@@ -84,12 +109,16 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   for (int i = 0; i < Config::num_stages; ++i) {
     init(smem.k_full[i], 1);
     init(smem.k_empty[i], consumers);
-    init(smem.v_full[i], 1);
+    init(smem.v_full[i], is_fp8 ? transposers : 1);
     init(smem.v_empty[i], consumers);
+    if constexpr (is_fp8) {
+      init(landing_of_v(smem).v_full[i], 1);
+      init(landing_of_v(smem).v_empty[i], transposers);
+    }
   }
   for (int i = 0; i < 2; ++i) {
     init(smem.work_full[i], 1);
-    init(smem.work_empty[i], 4 * consumers + stages_out);
+    init(smem.work_empty[i], 4 * consumers + stages_out + transposers);
   }
   init(smem.v_raw, 1);
   init(smem.never, 1);

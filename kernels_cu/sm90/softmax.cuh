@@ -5,6 +5,12 @@
 
 namespace cuflash {
 
+// Weights are 2^8 times what they are against the rows' reference, or more where that was outgrown
+// a little: e4m3 holds numbers up to 448 and loses bits below 2^-6. Those of 16 bits hold a
+// reference that was outgrown by 2^8.
+constexpr float weight_exponent = is_fp8 ? 8.0f : 0.0f, weight_unit = is_fp8 ? 0x1p-8f : 1.0f;
+constexpr float most_growth = is_fp8 ? 0.75f : 8.0f;
+
 // State of the two rows of this lane: t/4 and t/4 + 8 of its warp's 16.
 struct SplitSoftmax : OnlineSoftmax<1> {
   float shift[2];    // the reference that exponents are formed against
@@ -48,10 +54,25 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   // before, and o keeps its scale.
   template <int tiles>
   CUFLASH_DEVICE void find_maximum(const float (&s_acc)[1][tiles][4], const Score& score) {
+    // One after the other, maxima wait for each other: e4m3 has no time for that.
+    constexpr int chains = is_fp8 ? 4 : 1;
+    float block_max[2][chains];
+#pragma unroll
+    for (int i = 0; i < chains; ++i) {
+      block_max[0][i] = row_max[0][0];
+      block_max[1][i] = row_max[0][1];
+    }
+    unrolled<tiles, 2>([&](int t, int half) {
+      float& largest = block_max[half][t % chains];
+      largest = fmaxf(largest, fmaxf(s_acc[0][t][2 * half], s_acc[0][t][2 * half + 1]));
+    });
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float block_max = lane_maximum(s_acc[0], half, row_max[0][half]);
-      raise_reference(half, quad_max(block_max), score);
+#pragma unroll
+      for (int i = 1; i < chains; ++i) {
+        block_max[half][0] = fmaxf(block_max[half][0], block_max[half][i]);
+      }
+      raise_reference(half, quad_max(block_max[half][0]), score);
       block_sum[half] = 0.0f;
     }
   }
@@ -59,13 +80,14 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   CUFLASH_DEVICE void raise_reference(int half, float maximum, const Score& score) {
     const float old_reference = score.reference(row_max[0][half]);
     const float new_reference = score.reference(maximum);
-    const bool grew = score.exponent_between(new_reference, old_reference) > 8.0f;
+    const bool grew = score.exponent_between(new_reference, old_reference) > most_growth;
     row_max[0][half] = grew ? maximum : row_max[0][half];
     const float reference = grew ? new_reference : old_reference;
     shift[half] = reference == -infinity() ? 0.0f : reference;
     rescale[half] =
         grew ? ptx::exp2_approx(score.exponent_between(old_reference, shift[half])) : 1.0f;
     row_sum[0][half] *= rescale[half];
+    if constexpr (Score::folds_scale) shift[half] -= weight_exponent;
   }
 
   // Scores of column tiles [begin, end) become probabilities.
@@ -75,7 +97,9 @@ struct SplitSoftmax : OnlineSoftmax<1> {
     for (int t = begin; t < end; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        s_acc[0][t][i] = ptx::exp2_approx(score.exponent(s_acc[0][t][i], shift[i / 2]));
+        const float exponent = score.exponent(s_acc[0][t][i], shift[i / 2]);
+        s_acc[0][t][i] =
+            ptx::exp2_approx(Score::folds_scale ? exponent : exponent + weight_exponent);
       }
     }
 #pragma unroll
@@ -85,6 +109,11 @@ struct SplitSoftmax : OnlineSoftmax<1> {
         block_sum[half] += s_acc[0][t][2 * half] + s_acc[0][t][2 * half + 1];
       }
     }
+  }
+
+  CUFLASH_DEVICE void finish() {
+    OnlineSoftmax<1>::finish();
+    unrolled<2>([&](int half) { row_sum[0][half] *= weight_unit; });
   }
 
   CUFLASH_DEVICE void add_block() {

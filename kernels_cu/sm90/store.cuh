@@ -9,6 +9,7 @@
 namespace cuflash {
 
 constexpr int o_tiles = Config::head_dim_v / 8;
+using OutElement = Storage<Config::out_dtype>;
 
 // ------------------------------------------------------------------------------------ by TMA
 // A row of the tile in which results are staged.
@@ -23,7 +24,7 @@ struct StagedRow {
       const int column = lane_index() + 32 * i, panel_column = column % 64;
       const int offset = tile.chunk_offset(row, panel_column / 8) + 2 * (panel_column % 8);
       Element* panel = tile.data[column / 64][0];
-      panel[offset / 2] = RowTarget::rounded(o.value[i] * factor);
+      panel[offset / sizeof(Element)] = RowTarget::rounded(o.value[i] * factor);
     }
   }
 };
@@ -40,9 +41,8 @@ CUFLASH_DEVICE void stage_rows(const ForwardSm90Params& params, const Work& work
     const auto& o = o_acc[0];
     ptx::stmatrix_x4(
         ptx::shared_address(tile.data[t / 8]) + tile.chunk_offset(row, t % 8 + lane / 16),
-        pack<Config::dtype>(o[t][0], o[t][1]), pack<Config::dtype>(o[t][2], o[t][3]),
-        pack<Config::dtype>(o[t + 1][0], o[t + 1][1]),
-        pack<Config::dtype>(o[t + 1][2], o[t + 1][3]));
+        pack<pair_dtype>(o[t][0], o[t][1]), pack<pair_dtype>(o[t][2], o[t][3]),
+        pack<pair_dtype>(o[t + 1][0], o[t + 1][1]), pack<pair_dtype>(o[t + 1][2], o[t + 1][3]));
   }
   __syncwarp();  // a row lies in registers of four lanes, and an exact one in all
   for_each_bit(broken, [&](int bit) {
@@ -58,11 +58,12 @@ CUFLASH_DEVICE void write_rows(const ForwardSm90Params& params, const BatchIndex
                                const SharedMemory::QTile& tile, int tile_row, int out_row,
                                int num_rows) {
   const int lane = lane_index(), chunk = lane % 8;
-  Element* out = static_cast<Element*>(params.out) + entry * params.out_layout.batch + 8 * chunk;
+  OutElement* out =
+      static_cast<OutElement*>(params.out) + entry * params.out_layout.batch + 8 * chunk;
 #pragma unroll 1
   for (int first = 0; warp_agrees(first < num_rows); first += 4) {
     const int row = first + lane / 8;
-    Element* to = out + (out_row + row) * params.out_layout.row;
+    OutElement* to = out + (out_row + row) * params.out_layout.row;
 #pragma unroll
     for (int panel = 0; panel < SharedMemory::VTile::num_panels; ++panel) {
       const int offset = tile.chunk_offset(tile_row + row, chunk);
@@ -119,8 +120,8 @@ CUFLASH_DEVICE void store_chunks(const ForwardSm90Params& params, const BatchInd
                                  const Seqlen& seqlen, int first_row,
                                  const float (&o_acc)[1][o_tiles][4]) {
   const int quad_lane = lane_index() % 4;
-  Element* out = static_cast<Element*>(params.out) + entry * params.out_layout.batch +
-                 seqlen.first_q * params.out_layout.row;
+  OutElement* out = static_cast<OutElement*>(params.out) + entry * params.out_layout.batch +
+                    seqlen.first_q * params.out_layout.row;
 #pragma unroll
   for (int t = 0; t < o_tiles; t += 4) {
 #pragma unroll
@@ -128,7 +129,7 @@ CUFLASH_DEVICE void store_chunks(const ForwardSm90Params& params, const BatchInd
       uint32_t x[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        x[i] = pack<Config::dtype>(o_acc[0][t + i][2 * half], o_acc[0][t + i][2 * half + 1]);
+        x[i] = pack<pair_dtype>(o_acc[0][t + i][2 * half], o_acc[0][t + i][2 * half + 1]);
       }
       transpose_quad(x);
       const int q_idx = first_row + fragment_row(0, 2 * half);

@@ -17,8 +17,8 @@ CUFLASH_DEVICE void clear_unowned_rows(const ForwardSm90Params& params) {
               rank = static_cast<int>(i - int64_t(owner) * rows);
     const int row = rank < begin ? rank : rank - begin + end;
     const BatchIndex entry(params.batch, owner);
-    Element* out = static_cast<Element*>(params.out) + entry * params.out_layout.batch +
-                   row * params.out_layout.row;
+    auto* out = static_cast<Storage<Config::out_dtype>*>(params.out) +
+                entry * params.out_layout.batch + row * params.out_layout.row;
     float* lse = params.lse + entry * params.lse_layout.batch + row * params.lse_layout.row;
     if (8 * lane < params.head_dim_v) {
       *reinterpret_cast<uint4*>(out + 8 * lane) = make_uint4(0, 0, 0, 0);

@@ -49,10 +49,12 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "layout": ("dense", "sequence outside heads", "strided", "constant axes"),
     "deterministic": ("yes", "no"),
 }
-#: Options that a factor has by hand; every other option of the table is a factor by its name.
+#: Options that a factor has by hand, or that are of operands of 8 bits (test_float8); every other
+#: option of the table is a factor by its name.
 BY_HAND = (
     "causal", "window", "offset", "enable_gqa", "mask", "bias", "alibi_slopes", "softcap", "sink",
     "dropout", "seed", "segment_ids", "q_lengths", "kv_lengths", "score_mod", "mask_mod", "scale",
+    "q_scale", "k_scale", "v_scale",
 )  # fmt: skip
 OTHERS = {option.name: option for option in OPTIONS if option.name not in BY_HAND}
 FACTORS |= dict.fromkeys(OTHERS, ("none", "some"))

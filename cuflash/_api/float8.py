@@ -1,0 +1,187 @@
+"""How do functions take operands of 8 bits? As kernels do, or dequantised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash._arrays import (
+    Array,
+    Triple,
+    array_module,
+    is_cupy,
+    native,
+    refuse_capture,
+    rounded,
+    same_module,
+)
+from cuflash._errors import NoKernel, wrong_type
+from cuflash._problem.float8 import (
+    E4M3,
+    FLOAT8,
+    checked_scale,
+    factor_of_rows,
+    result_dtype,
+)
+from cuflash._problem.operand import checked_axes, core_axes
+from cuflash._problem.options import Options
+
+_OPERANDS = ("q", "k", "v")
+_SCALES = tuple(f"{name}_scale" for name in _OPERANDS)
+
+
+class Plain(NamedTuple):
+    """Operands of 16 bits or more, and options without scales."""
+
+    q: Array
+    k: Array
+    v: Array
+    options: Options
+
+
+def among(options: Options, *arrays: Any) -> bool:
+    """Whether an operand has 8 bits, or a scale that says so."""
+    if any(getattr(array, "dtype", None) in FLOAT8 for array in arrays):
+        return True
+    return not options.q_scale is options.k_scale is options.v_scale is None
+
+
+def forward(
+    compute: Callable[..., Any], q: Array, k: Array, v: Array, options: Options, *,
+    axes: Any, out: Any, **others: Any,
+) -> Any:  # fmt: skip
+    """Compute a forward by a kernel for e4m3 where one serves, else on dequantised arrays.
+
+    ``compute`` takes q, k, v and options, of which scales have one factor for an entry.
+    """
+    arrays, scales = _checked(_native(q, k, v), options, axes)
+    q, k, v = arrays
+    out_dtype = getattr(out[0] if isinstance(out, tuple) else out, "dtype", None)
+    whole = all(not s.shape or s.shape[-2] == 1 for s in scales if hasattr(s, "shape"))
+    if is_cupy(q) and whole and all(a.dtype == E4M3 for a in arrays):
+        try:
+            own = _of_entries(options, scales, q)
+            return compute(q, k, v, own, axes=axes, out=out, **others)
+        except NoKernel:
+            pass
+    plain = dequantized(q, k, v, options, axes=axes, out_dtype=out_dtype)
+    return compute(*plain, axes=axes, out=out, **others)
+
+
+def dequantized(
+    q: Array, k: Array, v: Array, options: Options, *, axes: Any, out_dtype: Any = None
+) -> Plain:
+    """The same call on arrays of more bits: in the dtype of the result, each rounded once to it."""
+    arrays, scales = _checked(_native(q, k, v), options, axes)
+    dtype = result_dtype([a.dtype for a in arrays], out_dtype)
+    found: Any = [
+        times(name, a, scale, pair, dtype) if a.dtype in FLOAT8 else a
+        for name, a, scale, pair in zip(
+            _OPERANDS, arrays, scales, checked_axes(axes)[:3], strict=True
+        )
+    ]
+    q, k, v = found
+    return Plain(q, k, v, _without_scales(options))
+
+
+def without_memory(q: Array, k: Array, v: Array, options: Options, axes: Any) -> Plain:
+    """What a call on dequantised arrays would read: shapes and a dtype."""
+    arrays, _ = _checked(_native(q, k, v), options, axes)
+    dtype = result_dtype([a.dtype for a in arrays], None)
+    xp = array_module(arrays[0])
+    shapes: Any = [xp.broadcast_to(xp.empty((), dtype), a.shape) for a in arrays]
+    q, k, v = shapes
+    return Plain(q, k, v, _without_scales(options))
+
+
+def without_values(
+    q: Array, k: Array, options: Options, axes: Any, out_dtype: np.dtype[Any] | None = None
+) -> Plain:
+    """The same of a call without values, which has no scale of them."""
+    if options.v_scale is not None:
+        raise wrong_type("v_scale", "a scale", "none where there are no values")
+    return dequantized(q, k, k, replace(options, v_scale=options.k_scale), axes=axes,
+                       out_dtype=out_dtype)  # fmt: skip
+
+
+def of_gradient(
+    dout: Array, q: Array, k: Array, v: Array, out: Array, options: Options, axes: Any
+) -> tuple[Array, Array, Array, Array, Options]:
+    """What a gradient reads instead: dequantised arrays, with which its results have the dtype."""
+    dout, out = native("dout", dout), native("out", out)
+    plain = dequantized(q, k, v, options, axes=axes, out_dtype=out.dtype)
+    if dout.dtype in FLOAT8:
+        dout = times("dout", dout, None, checked_axes(axes)[3], out.dtype)
+    return (dout, *plain)
+
+
+def times(
+    name: str, array: Array, scale: Any, pair: tuple[int, int], dtype: np.dtype[Any]
+) -> Array:
+    """The elements of an array of 8 bits times their factors, in the same order of axes."""
+    core = core_axes(name, array.shape, pair)
+    kept = [i for i in range(array.ndim) if i not in core]
+    matrices = array.transpose(*kept, *core)
+    factor = factor_of_rows(1.0 if scale is None else scale, matrices.shape[-2])
+    if is_cupy(array):
+        from cuflash._launch import float8
+
+        out = array_module(array).empty(array.shape, dtype)
+        float8.dequantized(name, matrices, factor, out.transpose(*kept, *core))
+        return out
+    out = np.empty(array.shape, dtype)
+    with np.errstate(all="ignore"):
+        factor = np.asarray(factor, np.float32)
+        out.transpose(*kept, *core)[...] = rounded(matrices.astype(np.float32) * factor, dtype)
+    return out
+
+
+def _without_scales(options: Options) -> Options:
+    return replace(options, q_scale=None, k_scale=None, v_scale=None)
+
+
+def _native(*arrays: Any) -> Triple:
+    q, k, v = (native(name, a) for name, a in zip(_OPERANDS, arrays, strict=True))
+    same_module(q=q, k=k, v=v)
+    return q, k, v
+
+
+def _checked(arrays: Triple, options: Options, axes: Any) -> tuple[Triple, list[Any]]:
+    """The operands and their scales; raise for scales that do not fit them."""
+    scales = [getattr(options, name) for name in _SCALES]
+    for name, array, scale, pair in zip(
+        _OPERANDS, arrays, scales, checked_axes(axes)[:3], strict=True
+    ):
+        if scale is None:
+            continue
+        if array.dtype not in FLOAT8:
+            expected = f"{name} of float8_e4m3fn or float8_e5m2 beside it"
+            raise wrong_type(f"{name}_scale", f"a scale of {array.dtype}", expected)
+        if getattr(scale, "shape", ()):
+            same_module(**{name: array, f"{name}_scale": scale})
+            core = core_axes(name, array.shape, pair)
+            batch = tuple(n for i, n in enumerate(array.shape) if i not in core)
+            checked_scale(f"{name}_scale", scale, batch, array.shape[core[0]])
+    return arrays, scales
+
+
+def _of_entries(options: Options, scales: list[Any], q: Array) -> Options:
+    """Options for kernels: arrays of one factor an entry; numbers join the scale of scores."""
+    changes: dict[str, Any] = {}
+    factor = 1.0
+    for name, scale in zip(_SCALES, scales, strict=True):
+        if isinstance(scale, float) and name != "v_scale":
+            factor *= scale
+            changes[name] = None
+        elif isinstance(scale, float):
+            refuse_capture(name, "an array on the device")
+            changes[name] = array_module(q).full((), scale, np.float32)
+        elif scale is not None and scale.shape:
+            changes[name] = scale[..., 0, 0]
+    if factor != 1.0:
+        own = 1 / np.sqrt(q.shape[-1]) if options.scale is None else options.scale
+        changes["scale"] = float(own * factor)
+    return replace(options, **changes)

@@ -1,0 +1,182 @@
+"""How do arrays become arrays of 8-bit floats and scales?"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from ml_dtypes import float8_e4m3fn
+
+from cuflash._arrays import (
+    Array,
+    array_module,
+    is_cupy,
+    native,
+    on_own_device,
+    refuse_captured,
+    rounded,
+)
+from cuflash._errors import shown, wrong_type, wrong_value
+from cuflash._problem import checks
+from cuflash._problem.float8 import FLOAT8, LARGEST, factor_of_rows
+from cuflash._problem.operand import core_axes
+
+_LEAST_EXPONENT = -100  # of a scale: its inverse is a float32
+
+
+class Quantized(NamedTuple):
+    """An array of 8-bit floats, and what its elements are multiplied by: see :func:`quantize`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> made = cuflash.quantize(np.full((3, 8), 1000.0))
+    >>> float(made.array[0, 0]), made.scale.item()
+    (256.0, 4.0)
+    """
+
+    array: Array
+    scale: Array  # core shape (b, 1): see Options
+
+
+@on_own_device
+def quantize(
+    x: Array,
+    /,
+    *,
+    per: str | int = "matrix",
+    dtype: Any = float8_e4m3fn,
+    rotation: int | None = None,
+    axes: tuple[int, int] = (-2, -1),
+) -> Quantized:
+    """Elements as 8-bit floats, and powers of two that give them back.
+
+    Elements are divided by their scale, rounded to nearest even and saturated. A scale is the
+    smallest power of two with which the largest magnitude fits: an element times it is exact in
+    16 bits. What is not finite becomes NaN and does not count as the largest.
+
+    Parameters
+    ----------
+    x : array, batch + (m, d)
+        float16, bfloat16, float32 or float64; NumPy or CuPy.
+    per : {"matrix", "tensor"} or a power of two
+        What has a scale of its own: each (sequence, feature) matrix, which is a head of a batch
+        entry; the whole array; or so many rows of a matrix.
+    dtype : {float8_e4m3fn, float8_e5m2}
+        Of the result: 4 significant bits up to 448, or 3 up to 57344.
+    rotation : int, optional
+        Seed of a random rotation of the features, for q and k alike: with the same seed the
+        products ``q . k`` stay what they are, so nothing has to be turned back, and an outlier in
+        one feature is spread over all. A Hadamard matrix times random signs, of the largest power
+        of two that divides d (FlashAttention-3, Shah et al. 2024, section 3.3; QuIP, Chee et
+        al. 2023).
+    axes : pair of ints
+        The sequence and the feature axis.
+
+    Returns
+    -------
+    array : array of ``dtype``, the shape of x
+        On a GPU a CuPy array of a dtype that CuPy stores and does not compute with.
+    scale : float32 array, batch + (b, 1)
+        b is 1, or the number of blocks of rows; per tensor the shape is (1, 1).
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong kind or value.
+    RuntimeError
+        While a CUDA graph is captured.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> array, scale = cuflash.quantize(np.array([[1.0, -0.3], [1000.0, 0.0]]))
+    >>> scale
+    array([[4.]], dtype=float32)
+    >>> (array.astype(np.float32) * scale).tolist()
+    [[1.0, -0.3125], [1024.0, 0.0]]
+    """
+    x = native("x", x)
+    checks.require_float("x", x)
+    dtype = np.dtype(dtype)
+    if dtype not in FLOAT8:
+        raise wrong_type("dtype", f"dtype {dtype}", "float8_e4m3fn or float8_e5m2")
+    rows = _rows(per)
+    xp = array_module(x)
+    refuse_captured(xp, "quantize")
+    core = core_axes("x", x.shape, axes)
+    kept = [i for i in range(x.ndim) if i not in core]
+    matrices = x.transpose(*kept, *core)
+    signs = (
+        None if rotation is None else _signs(checks.seed("rotation", rotation), x.shape[core[1]])
+    )
+    back = np.argsort((*kept, *core))
+    with np.errstate(all="ignore"):
+        if signs is not None:
+            matrices = _rotated(matrices, signs, xp)
+        scale = _scale(matrices, rows, per == "tensor", LARGEST[dtype], xp)
+        found = _divided(matrices, factor_of_rows(scale, matrices.shape[-2]), dtype)
+    return Quantized(found.transpose(*back), scale)
+
+
+def _rows(per: Any) -> int:
+    """Rows of a block, 0 for all of them."""
+    expected = '"matrix", "tensor" or a power of two of rows'
+    if isinstance(per, str) and per in ("matrix", "tensor"):
+        return 0
+    if not checks.is_integer(per):
+        raise wrong_type("per", shown(per), expected)
+    rows = checks.integer_value("per", per, expected)
+    if rows < 1 or rows & (rows - 1):
+        raise wrong_value("per", shown(per), expected)
+    return rows
+
+
+def _scale(matrices: Array, rows: int, whole: bool, largest: float, xp: ModuleType) -> Array:
+    """The smallest powers of two with which the largest magnitudes fit, batch + (b, 1)."""
+    sizes = xp.abs(matrices)
+    sizes = xp.where(xp.isfinite(sizes), sizes, 0)
+    *batch, m, d = sizes.shape
+    blocks = -(-m // rows) if 0 < rows < m else 1
+    if blocks > 1:
+        sizes = xp.pad(sizes, [*[(0, 0)] * len(batch), (0, blocks * rows - m), (0, 0)])
+        sizes = sizes.reshape(*batch, blocks, rows, d)
+        amax = sizes.max(axis=(-2, -1), initial=0)[..., None]
+    elif whole:
+        amax = sizes.max(initial=0).reshape(1, 1)
+    else:
+        amax = sizes.max(axis=(-2, -1), keepdims=True, initial=0)
+    mantissa, exponent = xp.frexp(amax.astype(np.float32) / np.float32(largest))
+    exponent = xp.where(amax == 0, 0, exponent - (mantissa == 0.5))
+    return xp.ldexp(np.float32(1), xp.maximum(exponent, _LEAST_EXPONENT)).astype(np.float32)
+
+
+def _divided(matrices: Array, factor: Array, dtype: np.dtype[Any]) -> Array:
+    if is_cupy(matrices):
+        from cuflash._launch import float8
+
+        return float8.quantized(matrices, factor, dtype)
+    wide = matrices.astype(np.float64 if matrices.dtype == np.float64 else np.float32)
+    scaled = wide / factor.astype(wide.dtype)
+    clipped = np.clip(scaled, -LARGEST[dtype], LARGEST[dtype])
+    return rounded(np.where(np.isfinite(scaled), clipped, np.nan).astype(wide.dtype), dtype)
+
+
+def _signs(seed: int, d: int) -> Array:
+    """The random signs of a rotation of d features."""
+    return np.random.default_rng(seed).choice(np.array([-1, 1], np.float32), d)
+
+
+def _rotated(matrices: Array, signs: Array, xp: ModuleType) -> Array:
+    """Features times random signs, then Hadamard matrices along them; in float32."""
+    d = matrices.shape[-1]
+    width = d & -d  # the largest power of two that divides it
+    hadamard = np.ones((1, 1), np.float32)
+    while len(hadamard) < width:
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+    parts = (matrices.astype(np.float32) * xp.asarray(signs)).reshape(
+        *matrices.shape[:-1], d // max(width, 1), width
+    )
+    turned = parts @ xp.asarray(hadamard / np.float32(np.sqrt(width)))
+    return turned.reshape(matrices.shape)

@@ -1,0 +1,61 @@
+"""How do arrays on a GPU become arrays of 8-bit floats, and back? Element by element."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import cupy
+import numpy as np
+
+from cuflash._arrays import Array, refuse_capture
+from cuflash._problem.float8 import E4M3
+
+# CuPy computes with no 8-bit dtype: kernels see bytes. A float16 has one exponent bit more than
+# e4m3, and those of e5m2.
+_DECODE = """
+    const bool e4m3 = {e4m3};
+    const unsigned int sign = bits & 0x80u, rest = bits & 0x7fu;
+    const unsigned short half_bits = sign << 8 | (e4m3 ? rest << 7 : rest << 8);
+    const float value = __half2float(__ushort_as_half(half_bits)) * (e4m3 ? 256.0f : 1.0f);
+    y = T((e4m3 && rest == 0x7f ? __int_as_float(0x7fffffff) : value) * factor);
+"""
+_ENCODE = """
+    const bool e4m3 = {e4m3};
+    const int mantissa = e4m3 ? 3 : 2, bias = e4m3 ? 7 : 15, dropped = 23 - mantissa;
+    const float scaled = float(x) * (1.0f / factor);
+    const float least = e4m3 ? 0x1p-6f : 0x1p-14f, most = e4m3 ? 448.0f : 57344.0f;
+    const float a = fminf(fabsf(scaled), most);
+    const unsigned int bits = __float_as_uint(a);
+    const unsigned int rounded = bits + (1u << (dropped - 1)) - 1 + (bits >> dropped & 1);
+    const unsigned int normal = (rounded >> dropped) - ((127 - bias) << mantissa);
+    const unsigned int code =
+        a < least ? (unsigned int)rintf(a / least * (1 << mantissa)) : normal;
+    const bool is_finite = fabsf(scaled) <= 3.4028234663852886e38f;
+    y = (__float_as_uint(scaled) >> 24 & 0x80u) | (is_finite ? code : 0x7fu);
+"""
+
+
+@functools.cache
+def _kernel(name: str, *, e4m3: bool) -> Any:
+    inputs, output, body = {
+        "dequantize": ("uint8 bits, float32 factor", "T y", _DECODE),
+        "quantize": ("T x, float32 factor", "uint8 y", _ENCODE),
+    }[name]
+    text = body.replace("{e4m3}", str(e4m3).lower())
+    own = f"cuflash_{name}_{'e4m3' if e4m3 else 'e5m2'}"
+    return cupy.ElementwiseKernel(inputs, output, text, own)
+
+
+def dequantized(name: str, array: Array, factor: Any, out: Array) -> None:
+    """Write elements times factors into ``out``, rounded once to its dtype."""
+    refuse_capture(name, "an array that a kernel takes as it is, or one of 16 bits or more")
+    kernel = _kernel("dequantize", e4m3=array.dtype == E4M3)
+    kernel(array.view(np.uint8), cupy.asarray(factor, np.float32), out)
+
+
+def quantized(array: Array, factor: Array, dtype: np.dtype[Any]) -> Array:
+    """Elements divided by factors, rounded to nearest even and saturated."""
+    out = cupy.empty(array.shape, np.uint8)
+    _kernel("quantize", e4m3=dtype == E4M3)(array, factor, out)
+    return out.view(dtype)

@@ -1,0 +1,48 @@
+// Attention forward of e4m3 for Hopper: forward_sm90.cu, whose roles and schedule it shares, with
+// products of 8 bits.
+//
+//   - Products sum what is contiguous in shared memory, which of v are keys: warps 1 to 3 of the
+//     producer warpgroup make rows of its columns (sm90/transposer.cuh).
+//   - Weights are rounded to e4m3, 2^8 times what they are against their row's maximum.
+//   - Tensor cores keep about 14 bits of a sum of e4m3 products: where registers hold two sums, p v
+//     of a block is summed by itself, and added to o in float32 (Config::promotes).
+//   - The scales of q and k are part of the score, that of v of the end of a row.
+//
+// out has 16 bits: it does not fit into q, and goes to global memory from registers.
+#include "sm90/producer.cuh"
+#include "sm90/consumer.cuh"
+#include "sm90/transposer.cuh"
+#include "sm90/unowned_rows.cuh"
+
+namespace cuflash {
+
+// Of a thread. Sums of wide heads take all that warps which load and transpose can do without.
+constexpr bool is_wide = Score::is_light && Config::head_dim_v > 128;
+constexpr int producer_registers = consumers == 3 ? 32 : is_wide ? 24 : 40;
+constexpr int consumer_registers = consumers == 3 ? 160 : is_wide ? 240 : 232;
+static_assert(is_fp8 && !stages_out, "a tile of q is half as large as one of out");
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
+    cuflash_forward_fp8_sm90(const __grid_constant__ cuflash::ForwardSm90Params params) {
+  using namespace cuflash;
+  SharedMemory& smem = shared_memory<SharedMemory>();
+  const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
+  Producer producer{params, smem};
+  if (warp == 0) producer.find_first_tile();
+  if (warp == 1 && lane_index() == 0) init_barriers(smem);
+  __syncthreads();  // the barriers are there
+  if (warp < 4) {
+    ptx::setmaxnreg_dec<producer_registers>();
+    if (warp == 0) {
+      producer.run();
+    } else {
+      if (is_packed && warp == 1) clear_unowned_rows(params);
+      transpose_values(params, smem, warp - 1);
+    }
+  } else {
+    ptx::setmaxnreg_inc<consumer_registers>();
+    Consumer{params, smem, warp / 4 - 1}.run();
+  }
+}

@@ -1,0 +1,78 @@
+// How rows of v of e4m3 become columns: products of 8 bits sum what is contiguous, here keys.
+#pragma once
+
+#include "ptx/mma_sync.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/sync.cuh"
+#include "schedule/segments.cuh"
+#include "sm90/shared_memory.cuh"
+
+namespace cuflash {
+
+// Transposes 16 columns of a tile of v. Of each 16 keys 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15
+// are neighbours then: a lane has scores of four such keys in two tiles, which are its part of the
+// other operand as they are.
+struct Transposer {
+  uint32_t from, to;  // where this lane reads and writes, in a tile at 0: the chunk is added by xor
+  uint32_t one, other;
+
+  CUFLASH_DEVICE Transposer() {
+    const int lane = lane_index(), pair = lane % 8, kind = lane / 8 % 2;
+    from = 128 * lane + 16 * (lane % 8);
+    // The even columns of the first four pairs and the odd ones of the others, and the rest: the
+    // eight rows of either kind then fall on all banks.
+    const int column = 2 * pair + (kind ^ (pair >= 4));
+    to = 128 * column + 16 * (column % 8 ^ lane / 16);
+    one = lane < 16 ? 0x6420 : 0x7531;  // even and odd bytes of two pairs
+    other = lane < 16 ? 0x7531 : 0x6420;
+  }
+
+  template <typename Rows, typename Columns>
+  CUFLASH_DEVICE void run(const Rows& rows, Columns& columns, int part) const {
+    const uint32_t read =
+        ptx::shared_address(rows.data) + part / 8 * Rows::panel_bytes + (from ^ 16 * (part % 8));
+    const uint32_t written = ptx::shared_address(columns.data) + 2048 * part;
+#pragma unroll
+    for (int i = 0; i < Rows::rows / 32; ++i) {
+      uint32_t pairs[4];  // of two columns and two keys, from each 8 keys
+      ptx::ldmatrix_x4_trans(pairs, read + 4096 * i);
+      ptx::stmatrix_x4(written + (to ^ 32 * i), __byte_perm(pairs[0], pairs[1], one),
+                       __byte_perm(pairs[0], pairs[1], other), __byte_perm(pairs[2], pairs[3], one),
+                       __byte_perm(pairs[2], pairs[3], other));
+    }
+  }
+};
+
+// Of every block that is visited, by `transposers` warps that count from 0.
+CUFLASH_DEVICE void transpose_values(const ForwardSm90Params& params, SharedMemory& smem,
+                                     int warp) {
+  Ring<Config::num_stages> ring;
+  const Transposer transposer;
+#pragma unroll 1
+  for (uint32_t tiles = 0;; ++tiles) {
+    const Work work = receive_work(smem, Ring<2>{tiles});
+    if (work.first_row < 0) return;
+    const Score score(params.score, work.entry);
+    const Range rows{work.first_row, work.first_row + Config::block_m};
+    const BlockRanges blocks = score.kv_blocks(rows.begin, rows.end);
+    VisitedBlocks<Walk::keys> visited(score, blocks, rows);
+    int block = visited.last_from(blocks.end - 1);
+#pragma unroll 1
+    for (; warp_agrees(block >= blocks.begin); block = visited.next_before(block)) {
+      const int stage = ring.stage();
+      wait(smem.rows.v_full[stage], ring.full_parity());
+      wait(smem.v_empty[stage], ring.empty_parity());
+      __syncwarp();
+#pragma unroll 1
+      for (int part = warp; part < Config::head_dim_v / 16; part += transposers) {
+        transposer.run(smem.rows.v[stage], smem.v[stage], part);
+      }
+      ptx::fence_async_proxy();  // products will read what these lanes wrote
+      arrive_as_warp(smem.v_full[stage]);
+      arrive_as_warp(smem.rows.v_empty[stage]);
+      ring.advance();
+    }
+  }
+}
+
+}  // namespace cuflash

@@ -1,0 +1,49 @@
+"""Does Hopper's kernel for operands of 8 bits compile without spills or serialised products?
+
+Needs no GPU. With scales of all three operands, which take registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import test_compile
+from test_compile import PLAIN, problem_of
+from test_compile_sm90 import OPTIONS, SERVED, by_turns, compile_all, rows_of
+
+from cuflash import Options
+from cuflash._kernels import forward_fp8_sm90
+from cuflash._kernels.config import KernelConfig
+from cuflash._problem.float8 import E4M3
+from support import chosen
+
+HEAD_SIZES = tuple(dict.fromkeys(row.head_dims for row in forward_fp8_sm90.ROWS))
+#: What takes registers of rows that hold two sums, or what no row has.
+REFUSED = ("bias", "bias, window, offset and lengths", "all", "all, packed")
+
+
+def scaled(**options: Any) -> Options:
+    ones = np.ones(2, np.float32)
+    return replace(Options(**options), q_scale=ones, k_scale=ones, v_scale=ones)
+
+
+@pytest.mark.gate
+@pytest.mark.nvrtc
+def test_every_row_of_the_table(
+    generation: int, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_compile, "Options", scaled)
+    whole = pytestconfig.getoption("--slow")
+    configs: set[KernelConfig] = set()
+    for name in by_turns(OPTIONS, generation, whole=whole):
+        for head_dims in rows_of(HEAD_SIZES, OPTIONS, name, whole=whole):
+            case = {**PLAIN, **OPTIONS[name], **SERVED, "dtype": E4M3, "head_dims": head_dims}
+            config = chosen.one("forward_fp8_sm90", problem_of(case))
+            assert (config is None) == (name in REFUSED), name
+            if config is not None:
+                assert (config.head_dim, config.head_dim_v) == head_dims
+                configs.add(config)
+    compile_all(configs, generation)
