@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.request import Request
+from cuflash._problem.float8 import E4M3
 from cuflash._problem.problem import Problem
 
 _FIRST_WITH_DEPENDENT_LAUNCHES = 90
@@ -38,11 +39,9 @@ BOUNDS = Bounds(2048, 8, 256, 4096, 256, 32)
 def wanted(request: Request) -> bool:
     """Whether keys are many, and tiles leave half of the SMs idle or lengths may differ."""
     problem, bounds = request.problem, BOUNDS
-    if (
-        problem.joins
-        or not request.num_sms
-        or problem.seqlen_k < max(bounds.fewest, bounds.of_a_row * problem.seqlen_q)
-    ):
+    if problem.joins or problem.dtype == E4M3 or not request.num_sms:
+        return False
+    if problem.seqlen_k < max(bounds.fewest, bounds.of_a_row * problem.seqlen_q):
         return False
     if problem.cu_seqlens_q is not None:
         return _is_ragged(problem)
