@@ -276,7 +276,9 @@ def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresse
         if name not in _OF_QUERIES:
             rows, box = keys_to_load(problem) if forward else problem.seqlen_k, config.block_n
         batch = tuple((extent, steps[names.index(name)]) for extent, steps in grid.axes)
-        if name == "out" and config.split_keys:  # of parts, not stored by the copy engine
+        if name == "out" and getattr(
+            config, "split_keys", False
+        ):  # of parts, not stored by the copy engine
             found.append(found[0])
             continue
         own = layouts[name]
