@@ -270,15 +270,14 @@ def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresse
         return None
     names = tuple(operands)
     found: list[Any] = []
+    of_parts = getattr(config, "split_keys", False)
     for name in mapped:
         columns = problem.head_dim if name in ("q", "k") else problem.head_dim_v
         rows, box = problem.seqlen_q, config.block_m
         if name not in _OF_QUERIES:
             rows, box = keys_to_load(problem) if forward else problem.seqlen_k, config.block_n
         batch = tuple((extent, steps[names.index(name)]) for extent, steps in grid.axes)
-        if name == "out" and getattr(
-            config, "split_keys", False
-        ):  # of parts, not stored by the copy engine
+        if name == "out" and of_parts:  # not stored by the copy engine
             found.append(found[0])
             continue
         own = layouts[name]
