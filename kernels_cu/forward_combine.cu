@@ -8,7 +8,6 @@
 //     out = sum o_w,  lse = m + log l                          through shared memory
 //
 // A part with lse = -inf has seen nothing, and its out is not read. The order of all sums is fixed.
-#include "ptx/dependent_launch.cuh"
 #include "tile/store.cuh"
 
 namespace cuflash {
@@ -53,7 +52,6 @@ CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
   const Real* lse = params.lse_parts + entry * params.lse_parts_layout.batch + row * parts;
   const Real* out = params.out_parts + entry * params.out_parts_layout.batch +
                     static_cast<int64_t>(row) * parts * width;
-  ptx::wait_for_kernel_before();  // the parts are there
   const Sums sums(lse, parts);
   const int warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;
   Real acc[lane_columns] = {};

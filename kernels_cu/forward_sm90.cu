@@ -15,7 +15,6 @@
 //
 // Shared memory: q[num_q_stages], k[num_stages], v[num_stages], every tile in panels of 64 columns;
 // out is staged in q where there are two. The barriers' table is in sm90/shared_memory.cuh.
-#include "ptx/dependent_launch.cuh"
 #include "sm90/producer.cuh"
 #include "sm90/consumer.cuh"
 #include "sm90/unowned_rows.cuh"
@@ -31,7 +30,6 @@ constexpr int consumer_registers = consumers == 2 ? 232 : 160;
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     cuflash_forward_sm90(const __grid_constant__ cuflash::ForwardSm90Params params) {
   using namespace cuflash;
-  ptx::launch_dependents();
   SharedMemory& smem = shared_memory<SharedMemory>();
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   Producer producer{params, smem};

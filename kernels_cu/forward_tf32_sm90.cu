@@ -155,7 +155,6 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem, int 
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     cuflash_forward_tf32_sm90(const __grid_constant__ cuflash::ForwardParams params) {
   using namespace cuflash;
-  ptx::launch_dependents();
   SharedMemory& smem = shared_memory<SharedMemory>();
   if (threadIdx.x == 0) {
     smem.k_ring.init();

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 
 import cuflash
 from cuflash._jit.compilation import compile_static
-from cuflash._launch import early_launch
 from cuflash._problem.problem import describe
 from cuflash._select import hardware
 from cuflash._select.choose import choose
@@ -26,8 +24,6 @@ KERNELS = {
     "forward_sm80": (np.float16, 3, 4096, 64),
     "forward_sm80, 256": (np.float16, 9, 2300, 256),
     "forward_sm80, float64": (np.float64, 70, 2100, 40),
-    "forward_tf32_sm90": (np.float32, 100, 2300, 64),
-    "forward_narrow": (np.float32, 70, 2300, 3),
 }
 
 
@@ -145,18 +141,3 @@ def test_nothing_spills(kernel: str, name: str) -> None:
     for step in choose(problem, hardware.typical("sm_90")):
         report = compile_static(step.config, "sm_90a" if step.config.for_sm90 else "sm_90")
         assert (report.spill_bytes, report.warnings) == (0, ())
-
-
-def test_the_combining_kernel_starts_early_where_a_device_can() -> None:
-    """On Hopper; and what its launch passes has the offsets of CUlaunchConfig of cuda.h."""
-    call = call_of("forward_sm80", {})
-    problem = describe(call.q, call.k, call.v, cuflash.Options())
-    for arch, early in (("sm_80", False), ("sm_90", True)):
-        steps = choose(problem, hardware.typical(arch))
-        assert [step.config.combined_early for step in steps] == [early, early]
-        assert [step.config.kernel for step in steps] == ["forward_sm80", "forward_combine"]
-    names = ("grid", "block", "smem_bytes", "stream", "attributes", "num_attributes")
-    offsets = [getattr(early_launch.Config, name).offset for name in names]
-    assert offsets == [0, 12, 24, 32, 40, 48]
-    assert (ctypes.sizeof(early_launch.Config), ctypes.sizeof(early_launch.Attribute)) == (56, 72)
-    assert (early_launch.Attribute.id.offset, early_launch.Attribute.value.offset) == (0, 8)

@@ -96,16 +96,6 @@ def test_any_number_of_parts_is_within_the_budget(
         Budget(call).check_forward(*found[0])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", ["causal", "a sink alone", "lengths", "bias"])
-def test_narrow_heads(device: HostDevice, splits: Any, dtype: Any, kind: str) -> None:
-    given, shapes = options_of(3, 700)[kind], ((2, 2, 3, 3), (2, 1, 700, 3), (2, 1, 700, 2))
-    splits(3)
-    call = make_call("normal", 1, np.dtype(dtype), *shapes, options=given, wrt=())
-    Budget(call).check_forward(*forward(call, cuflash.Options(**given)))
-    assert device.launched[-2:] == ["cuflash_forward_narrow", "cuflash_forward_combine"]
-
-
 @pytest.mark.parametrize("kind", ["causal", pytest.param("sink", marks=pytest.mark.full)])
 def test_packed_sequences_are_split_by_their_own_lengths(device: HostDevice, kind: str) -> None:
     """And rows of no sequence are zeros; a row has the same bits whatever else is packed."""
@@ -148,12 +138,11 @@ def test_packed_sequences_are_split_by_their_own_lengths(device: HostDevice, kin
     assert alone[1][:, 2:5].tobytes() == lse[:, 2:5].tobytes()
 
 
-@pytest.mark.parametrize("d", [3, 24])
-def test_logsumexp(device: HostDevice, splits: Any, d: int) -> None:
+def test_logsumexp(device: HostDevice, splits: Any) -> None:
     """The call without columns of values."""
     splits(3)
     rng = np.random.default_rng(9)
-    q, k = (rng.standard_normal((2, n, d)).astype(np.float32) for n in (3, 700))
+    q, k = (rng.standard_normal((2, n, 24)).astype(np.float32) for n in (3, 700))
     call = Call(q, k, k[..., :0], q[..., :0], options={}, wrt=())
     out, lse = forward(call, cuflash.Options())
     assert out.shape == (2, 3, 0)

@@ -97,7 +97,6 @@ CASES = (
         options={"sink": SLOPES, "kv_lengths": lengths(30, 699)},
     ),
     Case("more queries, many keys", (1, 2, 100, 64), (1, 2, 2100, 64), wrt=()),
-    Case("points, many of them keys", (1, 1, 70, 3), (1, 1, 2100, 3), dtype=np.float32, wrt=()),
     Case("one key", (2, 2, 257, 64), (2, 2, 1, 64)),
     Case("window", (1, 2, 257, 64), (1, 2, 257, 64), options={"window": (40, 17)}),
     Case("window left", (1, 2, 200, 64), (1, 2, 320, 64), options={"window": (70, None)}),

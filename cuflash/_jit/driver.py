@@ -18,7 +18,6 @@ _SIGNATURES = {
     ),
     "cuTensorMapReplaceAddress": (_POINTER, _POINTER),
     "cuStreamGetId": (_POINTER, _POINTER),
-    "cuLaunchKernelEx": (_POINTER, _POINTER, _POINTER, _POINTER),
 }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from cuflash._kernels.config import KernelConfig, Operands
 
 class Own(NamedTuple):
     num_warps: int = 8  # that share the parts of a row
-    combined_early: bool = False  # does it start before the parts are there, and wait?
 
 
 class CombineConfig(KernelConfig):
@@ -24,7 +23,7 @@ class CombineConfig(KernelConfig):
     def after(cls, config: KernelConfig, out_dtype: str) -> Self:
         """The kernel for the parts that a forward leaves."""
         values = config.values()
-        own = {name: values[name] for name in (*Operands._fields, "combined_early")}
+        own = {name: values[name] for name in Operands._fields}
         return cls(**own | {"out_dtype": out_dtype, "copy_bytes": max(4, config.element_bytes)})
 
     @property

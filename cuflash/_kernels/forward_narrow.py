@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from cuflash._kernels import narrow, portable, split_keys
+from cuflash._kernels import narrow, portable
 from cuflash._kernels.config import SCORED, Tile
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import Floats, dtype_of, needs_score_math
@@ -23,8 +23,6 @@ _GAIN = 1.05
 class Own(NamedTuple):
     sink: Floats
     num_stages: int = 2
-    split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
-    combined_early: bool = False  # does the kernel that combines them start before they end?
 
 
 class ForwardNarrowConfig(narrow.NarrowConfig):
@@ -34,7 +32,6 @@ class ForwardNarrowConfig(narrow.NarrowConfig):
     params = "ForwardParams"
     computes = "out"
     parts = SCORED | {"own": Own, "widths": narrow.Widths}
-    splits_keys = True
     row_numbers = 13
 
     @property
@@ -56,8 +53,6 @@ class ForwardNarrowConfig(narrow.NarrowConfig):
         """Its tile; the number of rows changes no bit of a row."""
         problem = request.problem
         own = narrow.fields(cls, request) | _tile(request)._asdict()
-        if split_keys.wanted(request):
-            own |= split_keys.fields(request)
         config = cls(
             **own,
             sink=dtype_of(problem.sink),

@@ -191,7 +191,6 @@ class Forward(NamedTuple):
     sink: Floats
     num_stages: int = 2  # buffers of k and of v
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
-    combined_early: bool = False  # does the kernel that combines them start before they end?
     paged: bool = False  # do keys and values lie in pages, which a table puts in order?
 
 

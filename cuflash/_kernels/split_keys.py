@@ -16,7 +16,6 @@ from cuflash._kernels.request import Request
 from cuflash._problem.float8 import E4M3
 from cuflash._problem.problem import Problem
 
-_FIRST_WITH_DEPENDENT_LAUNCHES = 90
 FEW_ROWS = 64  # of a tile of one query each of a few heads
 
 
@@ -54,7 +53,7 @@ def suits(kernel: type[KernelConfig], request: Request) -> bool:
 
     (D180)
     """
-    return kernel.splits_keys and not (kernel.for_sm90 and few(request.problem))
+    return not kernel.for_sm90 or (kernel.splits_keys and not few(request.problem))
 
 
 def few(problem: Problem) -> bool:
@@ -65,9 +64,7 @@ def few(problem: Problem) -> bool:
 
 def fields(request: Request) -> dict[str, Any]:
     """Fields of a kernel for parts of keys, of which out is as exact as lse."""
-    early = request.tensor_maps and request.capability >= _FIRST_WITH_DEPENDENT_LAUNCHES
-    out_dtype = request.problem.lse_dtype.name
-    return {"split_keys": True, "combined_early": early, "out_dtype": out_dtype}
+    return {"split_keys": True, "out_dtype": request.problem.lse_dtype.name}
 
 
 def part_keys(problem: Problem, config: Any, parts: int) -> int:

@@ -9,7 +9,7 @@ import struct
 from cupy_backends.cuda.api import driver
 
 from cuflash._jit.compilation import Kernel
-from cuflash._launch import early_launch, tile_counters
+from cuflash._launch import tile_counters
 from cuflash._launch.tensor_map import Maps
 
 _LIMIT = 64  # of the arguments that one launcher keeps; a kilobyte each
@@ -33,7 +33,6 @@ class KernelLauncher:
         offsets: tuple[tuple[int, ...], ...] = ((),),
         maps: Maps | None = None,
         drawn_on: int | None = None,
-        early: bool = False,  # while the kernel before it still runs
     ) -> None:
         self.kernel = kernel  # stays loaded
         self.grid = grid
@@ -45,8 +44,8 @@ class KernelLauncher:
         self._pointers = struct.Struct(f"<{len(names)}Q")
         self._known: dict[tuple[int, ...], tuple[int, ctypes.c_char_p]] = {}
         self._launch = functools.partial(
-            early_launch.launch_kernel if early else driver.launchKernel,
-            kernel.pointer, grid, 1, 1, kernel.num_threads, 1, 1, kernel.smem_bytes,
+            driver.launchKernel, kernel.pointer, grid, 1, 1, kernel.num_threads, 1, 1,
+            kernel.smem_bytes,
         )  # fmt: skip
 
     def run(self, pointers: tuple[int, ...], stream: int, captured: bool = False) -> None:

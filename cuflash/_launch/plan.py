@@ -188,7 +188,6 @@ def plan_launch(
         offsets=grid.offsets(),
         maps=maps,
         drawn_on=drawn_on,
-        early=config.computes == "combine" and config.combined_early,
     )
 
 

@@ -1,7 +1,6 @@
 // What a warp does with its rows of the forward, whatever multiplies them: scores, and the end.
 #pragma once
 
-#include "ptx/dependent_launch.cuh"
 #include "simt/recompute_rows.cuh"
 #include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"

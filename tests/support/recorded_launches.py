@@ -21,7 +21,6 @@ from cuflash._jit import compilation
 from cuflash._kernels.config import KernelConfig
 from cuflash._launch import (
     cache,
-    early_launch,
     kernel_launcher,
     plan,
     run,
@@ -63,7 +62,6 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
         patch.setattr(tensor_map, "encode", lambda *_: bytes(tensor_map.MAP_BYTES))
         patch.setattr(tensor_map, "with_addresses", lambda maps, _: maps)
         patch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=launch))
-        patch.setattr(early_launch, "launch_kernel", launch)
         for module in (plan, cache):
             patch.setattr(module, "compile_kernel", compile_kernel)
         yield library, launched
