@@ -57,7 +57,8 @@ struct SharedMemory : DkvSharedMemory {
   uint64_t dq_full[writers][DqAccum::parts], dq_empty[writers];
   uint64_t keys_empty;
   uint64_t tile_full[2], tile_empty[2];
-  int tile[2];  // negative: none is left
+  int tile[2];         // negative: none is left
+  int first_block[2];  // of queries, of a part of one entry's
 };
 
 static_assert(Score::is_plain, "others take registers");
@@ -102,6 +103,11 @@ struct Tiles {
     ring.advance();
   }
   CUFLASH_DEVICE uint32_t keys_parity() const { return ring.uses & 1; }
+  // Asked for anew at each block: no register holds where a part begins. (D145)
+  CUFLASH_DEVICE bool has(int block) const {
+    if constexpr (!Config::split_rows) return true;
+    return block >= *const_cast<const volatile int*>(&smem.first_block[ring.stage()]);
+  }
 };
 
 // ----------------------------------------------------------------------------- the loading warp
@@ -127,7 +133,12 @@ struct Producer {
     int tile = lane_index() == 0 ? atomicAdd(params.turns, 1) : 0;
     tile = __shfl_sync(0xffffffff, tile, 0);
     if (tile >= params.grid.num_blocks * params.grid.num_owners) tile = -1;
-    if (lane_index() == 0) smem.tile[ring.stage()] = tile;
+    if (lane_index() == 0) {
+      smem.tile[ring.stage()] = tile;
+      if constexpr (Config::split_rows) {
+        smem.first_block[ring.stage()] = KeyTile::at(params, tile).first_block(params);
+      }
+    }
     arrive_as_warp(smem.tile_full[ring.stage()]);
     return tile;
   }
@@ -156,7 +167,7 @@ struct Writer {
  private:
   CUFLASH_DEVICE void write_tile(const KeyTile& work) {
 #pragma unroll 1
-    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+    for (int index = 0; index < KeyTile::entries(params); ++index) {
       const BatchIndex entry = work.entry(params, index);
       const Score score(params.score, entry);
       const Range keys{work.first_key, work.first_key + Config::block_n};
@@ -231,7 +242,7 @@ struct Multiplier {
  private:
   CUFLASH_DEVICE void multiply_tile(const KeyTile& work) {
 #pragma unroll 1
-    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+    for (int index = 0; index < KeyTile::entries(params); ++index) {
       const Score score(params.score, work.entry(params, index));
       const BlockRanges blocks =
           work.own(score.q_blocks(work.first_key, work.first_key + Config::block_n), params);
@@ -286,7 +297,7 @@ struct Consumer : DkvWarpgroup<64> {
       clear(dk_acc);
       clear(dv_acc);
       wait_for_keys(tiles.keys_parity());
-      add_tile(KeyTile::at(params, tile));
+      add_tile(KeyTile::at(params, tile), tiles);
       arrive_as_readers(shared().keys_empty, true);
       if constexpr (Config::split_queries) {
         store_part(KeyTile::at(params, tiles.index()));
@@ -307,16 +318,20 @@ struct Consumer : DkvWarpgroup<64> {
     slice->dv.write(dv_acc[0], lane_index());
   }
 
-  CUFLASH_DEVICE void add_tile(const KeyTile& work) {
+  CUFLASH_DEVICE void add_tile(const KeyTile& work, const Tiles& tiles) {
     if (warpgroup == 1) pingpong_wait();  // the other begins (D82)
 #pragma unroll 1
-    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+    for (int index = 0; index < KeyTile::entries(params); ++index) {
       const Score score(params.score, work.entry(params, index));
       const Range tile{work.first_key, work.first_key + Config::block_n};
-      const BlockRanges blocks = work.own(score.q_blocks(tile.begin, tile.end), params);
+      BlockRanges blocks = score.q_blocks(tile.begin, tile.end);
+      if constexpr (Config::split_rows) {
+        blocks.end = min(blocks.end, work.first_block(params) + params.part_blocks);
+      }
       const LastRowsFirst walk(score, blocks, tile);
 #pragma unroll 1
-      for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
+      for (int block = walk.first(); walk.is_left(block) && tiles.has(block);
+           block = walk.next(block)) {
         const int first_row = block * Config::block_m;
         add_block(score, first_row, work.first_key, walk.masked(block));
       }

@@ -18,6 +18,8 @@ struct SharedMemory {
 static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
               "CacheGrowConfig.smem_bytes counts this struct");
 
+constexpr int reads_at_once = 8;  // of numbers of pages, by one thread
+
 CUFLASH_DEVICE bool bit_of(const uint32_t* bits, int i) { return bits[i / 32] >> i % 32 & 1; }
 
 // The sum of what threads before this one have; `total` grows by that of all.
@@ -49,11 +51,20 @@ CUFLASH_DEVICE void mark_pages(const CacheGrowParams& params, SharedMemory& smem
   for (int s = own; own < at_once && s < params.num_sequences; s += at_once) {
     const int length = min(params.lengths[s], params.max_length);
     const int columns = (length + params.page_size - 1) / params.page_size;
-    for (int c = ptx::thread_index() % of_each; c < columns; c += of_each) {
-      const int page = params.page_table[static_cast<int64_t>(s) * params.num_columns + c];
-      if (page < 0 || page >= params.num_pages) continue;
-      const uint32_t bit = 1u << page % 32;
-      if (atomicOr(&smem.named[page / 32], bit) & bit) atomicOr(&smem.shared[page / 32], bit);
+    const int32_t* const row = params.page_table + static_cast<int64_t>(s) * params.num_columns;
+    for (int c = ptx::thread_index() % of_each; c < columns; c += reads_at_once * of_each) {
+      int pages[reads_at_once];
+#pragma unroll
+      for (int i = 0; i < reads_at_once; ++i) {
+        pages[i] = c + i * of_each < columns ? row[c + i * of_each] : -1;
+      }
+#pragma unroll
+      for (int i = 0; i < reads_at_once; ++i) {
+        const int page = pages[i];
+        if (page < 0 || page >= params.num_pages) continue;
+        const uint32_t bit = 1u << page % 32;
+        if (atomicOr(&smem.named[page / 32], bit) & bit) atomicOr(&smem.shared[page / 32], bit);
+      }
     }
   }
 }

@@ -88,6 +88,11 @@ struct ScoreParams {
   Real scale_log2;  // scale * log2(e)
   Real softcap;
   Real inverse_softcap;  // scale / softcap
+  Real capped_1;  // log2(exp(a capped score)) by x^1
+  Real capped_3;  // log2(exp(a capped score)) by x^3
+  Real capped_5;  // log2(exp(a capped score)) by x^5
+  Real capped_7;  // log2(exp(a capped score)) by x^7
+  Real capped_9;  // log2(exp(a capped score)) by x^9
   uint32_t dropout_threshold;  // weights whose 16 bits are below are dropped
   Real kept_scale;  // of the others
 };

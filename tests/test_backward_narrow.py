@@ -15,6 +15,7 @@ from test_forward_narrow import NAMES, SIZES, call_of
 
 import cuflash
 from cuflash._jit.compilation import compile_static
+from cuflash._kernels import portable
 from cuflash._problem.problem import describe
 from cuflash._select import hardware
 from cuflash.testing._budget import Budget
@@ -87,6 +88,31 @@ def test_by_a_compiler(dtype: Any, name: str, tmp_path: Path) -> None:
     with host_device(tmp_path) as device:
         check(call, cuflash.Options(**call.options))
     assert device.launched[-2:] == ["cuflash_backward_dkv_narrow", "cuflash_backward_dq_narrow"]
+
+
+@pytest.mark.long
+def test_rows_of_a_thread_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from test_kernels_on_the_host import results
+
+    from cuflash._launch import plan_cache
+    from support.host_device import COMPILER, host_device
+
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    call = call_of("key bias, causal", np.float32, 3, 4)
+    problem = describe(call.q, call.k, call.v, cuflash.Options(**call.options))
+    found, rows = [], []
+    with host_device(tmp_path) as device:
+        for tiles in (1, 10**6):
+            monkeypatch.setattr(portable, "num_tiles", lambda *_, n=tiles, **__: n)
+            plan_cache.forget()
+            rows.append(chosen.one("backward_dq_narrow", problem).block_m)
+            found.append(results(call, cuflash.Options(**call.options))[2])
+    assert rows == [128, 256]
+    assert device.launched.count("cuflash_backward_dq_narrow") == 2
+    for name, gradient in found[0].items():
+        np.testing.assert_array_equal(found[1][name], gradient, name)
 
 
 @pytest.mark.gpu

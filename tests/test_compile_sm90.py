@@ -18,7 +18,7 @@ from test_compile import ALL, LIMITS, PLAIN, dtype_of, pairwise, problem_of
 
 from cuflash import MaskMod, Options, ScoreMod
 from cuflash._jit.compilation import compile_static
-from cuflash._kernels import forward_sm90, fused_backward
+from cuflash._kernels import forward_sm90, fused_backward, split_queries
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.config import KernelConfig
@@ -159,6 +159,20 @@ def test_every_row_of_the_tables(generation: int, pytestconfig: pytest.Config) -
 
 @pytest.mark.gate
 @pytest.mark.nvrtc
+def test_a_softcap_or_slopes_alone(generation: int, pytestconfig: pytest.Config) -> None:
+    """Full blocks of these keep the reference."""
+    sizes = (64, 96, 128) if pytestconfig.getoption("--slow") else (128,)
+    configs = {
+        config_of({**PLAIN, **SERVED, **bound, **option, "head_dims": (d, d)}, LARGE)
+        for d in sizes
+        for option in ({"softcap": 20.0}, {"alibi_slopes": np.float32})
+        for bound in ({}, CAUSAL)
+    }
+    compile_all(configs, generation)
+
+
+@pytest.mark.gate
+@pytest.mark.nvrtc
 def test_results_in_float32_and_such_as_join_others(generation: int) -> None:
     """Every second one compiled by each NVRTC."""
     found = []
@@ -250,7 +264,10 @@ def test_all_gradients_in_one_pass(generation: int) -> None:
         assert len(chosen) == (4 if head_dims[0] <= 128 else 2)
         configs |= chosen | set(map(BackwardConvertConfig.after, chosen))
         if deterministic and head_dims[0] <= fused_backward.WIDEST_ALONE:
-            split = {config.replace(split_queries=True, split_rows=True) for config in chosen}
+            split = {
+                config.replace(split_queries=True, split_rows=split_queries.may_split_rows(config))
+                for config in chosen
+            }
             configs |= split | set(map(BackwardCombineConfig.after, split))
     compile_all(configs, generation)
 

@@ -58,6 +58,10 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
             "softcap": 2.0, "sink": rng.standard_normal(HEADS).astype(np.float32),
             "alibi_slopes": slopes, "scale": -0.3,
         },
+        "softcap": {"softcap": 1.5},
+        "high softcap": {"softcap": 30.0, "causal": True},
+        "slopes": {"alibi_slopes": slopes, "offset": 20},
+        "slopes of both signs": {"alibi_slopes": slopes * [1, -1, 10, -3], "window": (200, 40)},
         "bias": {"bias": rng.standard_normal((HEADS, ROWS, KEYS)).astype(np.float32)},
         "key bias": {
             "bias": rng.standard_normal((BATCH, HEADS, 1, KEYS)).astype(np.float16), "causal": True,
@@ -76,9 +80,10 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
 
 
 NAMES = (
-    "plain", "steep", "steep window", "causal", "window", "lengths", "scores", "bias", "key bias",
-    "mask", "aligned mask", "segments", "long segments", "segments, causal", "dropout",
-    "more dropout", "dropout, scores", "groups", "shared",
+    "plain", "steep", "steep window", "causal", "window", "lengths", "scores", "softcap",
+    "high softcap", "slopes", "slopes of both signs", "bias", "key bias", "mask", "aligned mask",
+    "segments", "long segments", "segments, causal", "dropout", "more dropout", "dropout, scores",
+    "groups", "shared",
 )  # fmt: skip
 CASES = [(kernel, name) for kernel in HEAD_DIMS for name in NAMES]
 

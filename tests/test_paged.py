@@ -248,6 +248,18 @@ def test_lengths_are_no_option() -> None:
         cuflash.attention_paged(*call.arrays(), kv_lengths=3)
 
 
+def test_the_size_of_a_workspace_is_checked_as_the_call_is() -> None:
+    q, k_pages, v_pages, table, _ = Paged(5, 4, 3, 2, np.float16).arrays()
+    given = {"page_table": table, "enable_gqa": True}
+    assert cuflash.workspace_size(q, k_pages, v_pages, **given) == 0
+    with pytest.raises(ValueError, match="backward: got True, expected False: pages have no grad"):
+        cuflash.workspace_size(q, k_pages, v_pages, backward=True, **given)
+    with pytest.raises(TypeError, match="options: got kv_lengths, expected no kv_lengths"):
+        cuflash.workspace_size(q, k_pages, v_pages, kv_lengths=3, **given)
+    with pytest.raises(ValueError, match=r"page_table: got shape \(2, 3\)"):
+        cuflash.workspace_size(q, k_pages, v_pages, enable_gqa=True, page_table=table[:2])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["none", "causal", "every"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])

@@ -40,6 +40,7 @@ from cuflash._launch import score_params
 SUPPORT = Path(__file__).parent / "support"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 HOST_PTX = ("arithmetic", "mma_sync", "special", "tma")  # that host_ptx.h stands for
+HOST_TEXTS = tuple((f"ptx/{n}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for n in HOST_PTX)
 BATCH, HEADS, ROWS, KEYS = 2, 3, 37, 41
 AMP = np.array([0.5, -1.0, 2.0])
 SQUARE = ScoreMod(
@@ -62,6 +63,9 @@ def on_the_edge(entry: int, q: int, k: int) -> float:
 CASES: dict[str, dict[str, Any]] = {
     "none": {},
     "alibi": {"alibi_slopes": np.float32, "offset": 5},
+    "softcap": {"softcap": 1.0},  # some products are beyond the bound of the polynomial
+    "high softcap": {"softcap": 50.0, "scale": -0.4},
+    "softcap, no polynomial": {"softcap": 1e30},
     "alibi, far": {"alibi_slopes": bfloat16, "offset": np.array([[7], [-(1 << 40)]])},
     "segments": {"segment_ids": np.int64, "causal": True},
     "formulas": {"score_mod": SQUARE, "mask_mod": FIFTHS, "softcap": 4.0},
@@ -99,21 +103,23 @@ class Probed(ctypes.Structure):
     """Mirrors the struct of the probe."""
 
     _fields_ = [
-        (name, ctypes.c_void_p) for name in ("products", "scores", "slopes", "kept", "sinks")
+        (name, ctypes.c_void_p)
+        for name in ("products", "scores", "slopes", "exponents", "kept", "sinks")
     ]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("name", CASES)
 def test_every_pair(name: str, tmp_path: Path) -> None:
+    assert_close = np.testing.assert_allclose
     options = options_of(CASES[name])
     rng = np.random.default_rng(6)
     q, k = (rng.standard_normal((BATCH, HEADS, n, 8)).astype(np.float16) for n in (ROWS, KEYS))
     problem = replace(describe(q, k, k, options), formulas=formulas_of(options))
     config = chosen.portable("forward_sm80", problem, 99 << 10, 16)
     source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
-    text = jit_source.flatten(str(SUPPORT / "option_probe.cu"), config.texts())
-    source.write_text(f'#include "{SUPPORT / "host_cuda.h"}"\n{text}')
+    text = jit_source.flatten(str(SUPPORT / "option_probe.cu"), (*HOST_TEXTS, *config.texts()))
+    source.write_text(f'#include "{SUPPORT / "host_kernel.h"}"\n{text}')
     command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
     subprocess.run(command, check=True)
 
@@ -141,9 +147,9 @@ def test_every_pair(name: str, tmp_path: Path) -> None:
         params["formula_array0"] = AMP.ctypes.data
 
     products = np.matmul(q.astype(np.float32), np.swapaxes(k, -1, -2).astype(np.float32))
-    scores, slopes = np.empty_like(products), np.empty_like(products)
+    scores, slopes, exponents = (np.empty_like(products) for _ in range(3))
     kept, sinks = np.empty(products.shape, bool), np.empty((BATCH, HEADS), np.float32)
-    to = Probed(*(a.ctypes.data for a in (products, scores, slopes, kept, sinks)))
+    to = Probed(*(a.ctypes.data for a in (products, scores, slopes, exponents, kept, sinks)))
     probe = ctypes.CDLL(str(library)).probe
     probe(ctypes.c_void_p(params.ctypes.data), BATCH * HEADS, ctypes.byref(to))
 
@@ -156,6 +162,10 @@ def test_every_pair(name: str, tmp_path: Path) -> None:
     size = np.abs(exact[visible]).max()
     found = scores.astype(np.float64) * factor
     np.testing.assert_allclose(found[visible], exact[visible], rtol=1e-5, atol=1e-6 * size)
+    if exponents.any():
+        reference = 0.25 if config.scale_in_exponent else 0.25 * math.log2(math.e)
+        expected = exact * math.log2(math.e) - reference
+        assert_close(exponents[visible], expected[visible], rtol=1e-6, atol=1e-6 * size)
     expected = np.broadcast_to(slope * mod_slope, exact.shape)
     size = np.abs(expected[visible]).max()
     np.testing.assert_allclose(slopes[visible], expected[visible], rtol=1e-5, atol=1e-5 * size)
@@ -168,9 +178,8 @@ def test_every_pair(name: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_pairs_are_kept_as_the_definition_says(tmp_path: Path) -> None:
     """What Hopper's forward multiplies weights with, for every lane."""
-    texts = [(f"ptx/{n}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for n in HOST_PTX]
-    texts.append(fields_text({"dropout": True}))
-    text = jit_source.flatten(str(SUPPORT / "kept_probe.cu"), tuple(texts))
+    texts = (*HOST_TEXTS, fields_text({"dropout": True}))
+    text = jit_source.flatten(str(SUPPORT / "kept_probe.cu"), texts)
     source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
     source.write_text(f'#include "{SUPPORT / "host_kernel.h"}"\n{text}')
     command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]

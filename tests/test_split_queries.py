@@ -6,11 +6,13 @@ once more, from the picture in `kernels_cu/tile/fragment.cuh`.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
+from test_covering import check
 
 import cuflash
 from cuflash import Options
@@ -18,11 +20,13 @@ from cuflash._kernels import split_queries
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._problem.layout import Layout
+from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import Problem, describe
 from cuflash.testing._budget import Budget
 from cuflash.tuning import BackwardConfigs
-from support import chosen
+from support import chosen, covering
 from support.problems import Call, make_call
+from support.problems import run as run_call
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -98,6 +102,37 @@ def test_parts_of_dk_and_dv_are_added_in_their_order(tmp_path: Any, head_dims: A
     dv = total[..., :keys, width : width + head_dims[1]].astype(bfloat16)
     np.testing.assert_array_equal(found["dk"].view(np.uint16), dk.view(np.uint16))
     np.testing.assert_array_equal(found["dv"].view(np.uint16), dv.view(np.uint16))
+
+
+@needs_compiler
+def test_parts_of_packed_sequences_lie_apart(tmp_path: Any) -> None:
+    """Each begins with a slice of its own; rows of no sequence are not written."""
+    ends, total, parts, d = [0, 5, 5, 40, 60], 77, 2, 64
+    cu = on_device(np.array(ends, np.int32))
+    q = on_device(np.zeros((3, total, d), bfloat16))
+    k = on_device(np.zeros((1, total, d), bfloat16))
+    given = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    problem = describe_packed(q, k, k, Options(scale=0.5), given, axes=None, precision=None)
+    config = BackwardCombineConfig.after(
+        chosen.fused(problem_of((3,), total, total), deterministic=True)
+    ).replace(cu_seqlens="int32")
+    sequences = len(ends) - 1
+    slices = total // 16 + sequences
+    rng = np.random.default_rng(2)
+    rows = rng.standard_normal((parts, slices, 16, 2 * d)).astype(np.float32)
+    lying = [slice_of(own[:, side]) for part in rows for own in part
+             for side in (slice(d), slice(d, 2 * d))]  # fmt: skip
+    found = {name: np.full((1, total, d), 7, bfloat16) for name in ("dk", "dv")}
+    want = {name: array.copy() for name, array in found.items()}
+    for sequence, (begin, end) in enumerate(itertools.pairwise(ends)):
+        first = begin // 16 + sequence
+        own = (rows[0] + rows[1])[first:].reshape(-1, 2 * d)[: end - begin]
+        want["dk"][0, begin:end] = (own[:, :d] * np.float32(0.5)).astype(bfloat16)
+        want["dv"][0, begin:end] = own[:, d:].astype(bfloat16)
+    step = LaunchStep(config, splits=parts)
+    launched(tmp_path, step, problem, dkv_parts=np.concatenate(lying), **given, **found)
+    for name, array in found.items():
+        np.testing.assert_array_equal(array.view(np.uint16), want[name].view(np.uint16))
 
 
 @needs_compiler
@@ -280,3 +315,33 @@ def test_lengths_of_an_entry_change_no_bits_of_another(split_into: Any) -> None:
         found.append({name: array[1] for name, array in gradients.items()})
     for name, gradient in found[0].items():
         assert gradient.tobytes() == found[1][name].tobytes()
+
+
+#: Rows of the covering array, with head sizes and layouts that Hopper's kernels can load.
+OF_HALVES = [
+    row | {"d": "between tiles", "d_v": "24"}
+    for row in covering.rows()
+    if row["dtype"] in ("float16", "bfloat16")
+    and row["layout"] in ("dense", "sequence outside heads")
+][::3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(len(OF_HALVES)))
+def test_options_compose_with_parts(
+    split_into: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As many parts as entries share keys, or twice as many where they may share an entry."""
+    split_into(1, 3)
+    asked = []
+
+    def parts(problem: Problem, config: Any, _: int) -> int:
+        asked.append(config)
+        alone = problem.cu_seqlens_q is not None or not split_queries.may_split_rows(config)
+        return split_queries.entries_that_share(problem) * (1 if alone else 2)
+
+    monkeypatch.setattr(split_queries, "parts_of", parts)
+    call = covering.call_of(OF_HALVES[number], number, times=8)
+    check(call, run_call(cupy, call))
+    if not asked:
+        pytest.skip("two kernels, or portable ones, serve it")

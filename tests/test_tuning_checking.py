@@ -73,7 +73,7 @@ def test_the_small_problem_has_the_kernels_and_options_of_the_large_one(dtype, a
             work = _checking.small(large)
             assert work.batch * work.heads_q * work.seqlen_q <= 2 * 2 * 700
             forwards = [forward_of(own.problem(), hardware) for own in (large, work)]
-            # Whether keys are split follows from the extents; a sweep gives that, too.
+            # Whether keys or queries are split follows from the extents; a sweep gives that, too.
             if any(getattr(config, "split_keys", False) for config in forwards):
                 forwards = [forwards[0]] * 2
             chains = []
@@ -81,12 +81,13 @@ def test_the_small_problem_has_the_kernels_and_options_of_the_large_one(dtype, a
                 steps = [forward]
                 for wanted in ("q", "kv", "qkv"):
                     steps += backward_of(own.problem(), hardware, frozenset(wanted))
-                chains.append([without_tile(config) for config in steps])
+                chains.append([without_tile(c) for c in steps if c.kernel != "backward_combine"])
             assert chains[0] == chains[1]
 
 
 def without_tile(config):
-    kept = {n: v for n, v in config.values().items() if n not in measured.TILE_FIELDS}
+    left_out = (*measured.TILE_FIELDS, "split_queries", "split_rows")
+    kept = {n: v for n, v in config.values().items() if n not in left_out}
     return config.kernel, kept
 
 

@@ -100,12 +100,12 @@ class ForwardConfig(KernelConfig):
         own = portable.fields(cls, request) | {"sink": dtype_of(request.problem.sink)}
         own["paged"] = request.problem.pages is not None
         general = needs_score_math(request.problem) or not own["scale_in_exponent"]
-        held = portable.held(request)
-        columns = held.out_general if general else held.out
         if split_keys.wanted(request):
             own |= split_keys.fields(request)
         if own["paged"] or "split_keys" in own:
             general = general or split_keys.few(request.problem)  # narrower tiles (D181)
+        held = portable.held(request)
+        columns = held.out_general if general else held.out
         own["split_columns"] = portable.split(own["head_dim_v"], columns)
         values = portable.candidates(cls, ROWS, request, own, general=general)
         if cls.draft(values[-1]).smem_bytes > request.smem_limit:

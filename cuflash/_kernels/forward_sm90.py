@@ -46,8 +46,7 @@ ROWS = (
     # A softcap alone leaves registers for more; where there are many rows for 192 of them.
     Row("softcap alone", (128, 128), (128, 128, 2, 2, 4), "D102"),
     Row("softcap alone, many rows", (64, 64), (192, 128, 4, 2, 0), "D102"),
-    Row("full softcap alone, many rows, measured", (64, 64), (192, 128, 4, 2, 1), "D103"),
-    Row("full slopes alone, measured", (128, 128), (128, 128, 2, 2, 2), "D103"),
+    Row("slopes alone", (128, 128), (128, 128, 2, 2, 4), "D133"),
     # Where packed sequences begin takes registers.
     Row("score math, packed", (256, 256), (128, 48, 2, 1, 0)),
     Row("score math, left bound", (192, 128), (128, 112, 2, 1, 0)),

@@ -27,6 +27,11 @@ def entries_that_share(problem: Problem) -> int:
     return math.prod(e for e, s in zip(problem.batch, problem.k.summed, strict=True) if s)
 
 
+def may_split_rows(config: Any) -> bool:
+    """Whether registers hold where a part of one entry's queries begins. (D145)"""
+    return not (config.softcap and config.head_dim > 96)
+
+
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     """Parts of the queries of each tile of keys: what is done first by an estimate."""
     if not num_sms or config.cluster_blocks > 1:  # of pairs not measured
@@ -38,10 +43,8 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     blocks = -(-problem.seqlen_q // int(config.block_m))
     if problem.window_keys is not None:  # of each tile of keys as few
         blocks = min(blocks, -(-(problem.window_keys + config.own_rows) // int(config.block_m)))
-    # Above head size 96 no register is left for a part's first block beside a softcap. (D145)
-    crowded = problem.softcap is not None and config.head_dim > 96
-    whole = crowded or problem.cu_seqlens_q is not None or problem.window_keys is not None
-    rows = 1 if whole else blocks  # of an entry that parts share
+    whole = problem.cu_seqlens_q is not None or problem.window_keys is not None
+    rows = 1 if whole or not may_split_rows(config) else blocks  # of an entry that parts share
     candidates = [n for n in range(1, shared + 1) if shared % n == 0]
     candidates += [shared * 2**i for i in range(1, rows.bit_length())]
     width = int(config.head_dim + config.head_dim_v) / 128

@@ -5,6 +5,12 @@
 
 namespace cuflash::ptx {
 
+// x, which is computed whether or not it is used: no branch skips it.
+CUFLASH_DEVICE float computed(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
+
 // 2^x, relative error 2^-22, one MUFU instruction; subnormal results are zero.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
 CUFLASH_DEVICE float exp2_approx(float x) {

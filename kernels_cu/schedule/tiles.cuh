@@ -88,12 +88,21 @@ struct KeyTile : OwnedTile {
     return {{owner / parts, sequence}, first_key, owner % parts};
   }
 
+  // How many entries it walks. Parts of one entry's queries are of no other.
+  CUFLASH_DEVICE static int entries(const BackwardParams& params) {
+    return Config::split_rows ? 1 : params.grid.entries_per_owner;
+  }
+
+  CUFLASH_DEVICE int first_block(const BackwardParams& params) const {
+    return part * params.part_blocks;
+  }
+
   // Where they are split: the blocks of queries that are this thread block's. Extents of arrays
   // alone decide which.
   CUFLASH_DEVICE BlockRanges own(BlockRanges blocks, const BackwardParams& params) const {
     if constexpr (Config::split_rows) {
-      blocks.begin = max(blocks.begin, part * params.part_blocks);
-      blocks.end = min(blocks.end, (part + 1) * params.part_blocks);
+      blocks.begin = max(blocks.begin, first_block(params));
+      blocks.end = min(blocks.end, first_block(params) + params.part_blocks);
     }
     return blocks;
   }

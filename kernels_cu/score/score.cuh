@@ -223,6 +223,12 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
   // What `apply` makes of a visible pair where its bias, which was read, is all that is added.
   CUFLASH_DEVICE Real with_bias(Real score, Real bias) const { return fma(scale(), score, bias); }
 
+  // Do some of these keys lie before, and others behind, what slopes count from?
+  CUFLASH_DEVICE bool bends(Range rows, Range keys) const {
+    if constexpr (Config::alibi_slopes == Dtype::none) return false;
+    return keys.end > near_offset + rows.begin + 1 && keys.begin < near_offset + rows.end;
+  }
+
   // What a slope multiplies.
   CUFLASH_DEVICE Real distance(int q_idx, int kv_idx) const {
     return static_cast<Real>(abs(near_offset + q_idx - kv_idx)) + far_offset;
@@ -289,9 +295,10 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
     return (fabs(exponent) >= far_from_0 || overflows) && fabs(reference) < infinity();
   }
 
-  // A maximum with about this reference, where the scale is a factor of exponents.
-  CUFLASH_DEVICE float maximum_near(float reference) const {
-    return __fdividef(reference, scale_log2());
+  // A maximum with about the reference that is higher than another by a factor of 2^exponent.
+  CUFLASH_DEVICE float maximum_above(float reference, float exponent) const {
+    return folds_scale ? __fdividef(reference + exponent, scale_log2())
+                       : fma(exponent, static_cast<float>(ln_2), reference);
   }
 
   // log2 of exp(logit - reference), for a value of `apply`. Without a scale to fold the difference

@@ -21,6 +21,8 @@ struct ScoreTraits {
   // cannot cause that: they leave an interval of keys to each row.
   static constexpr bool may_hide_rows = hides_pairs || has_segments;
 
+  static constexpr bool is_capped = Config::softcap;
+  static constexpr bool has_slopes = Config::alibi_slopes != Dtype::none;
   static constexpr bool has_sink = Config::sink != Dtype::none;
 
   // Are rows far from 0 computed pair by pair? Their products, rounded once more or summed in
@@ -50,6 +52,11 @@ struct ScoreTraits {
   static constexpr bool reads_bias_ahead = Config::bias != Dtype::none &&
                                            Config::bias != Dtype::float64 && !Config::window_left &&
                                            Config::head_dim <= 128;
+
+  // Is the exponent of a pair that is seen for sure a few multiply-adds of its product?
+  static constexpr bool exponent_of_product =
+      !is_double && !may_hide_rows && !Config::score_mod && Config::bias == Dtype::none &&
+      Config::scale_in_exponent + is_capped + has_slopes == 1;
 
   // Is it so with nothing of a row or an entry to keep in registers but where a causal bound lies?
   static constexpr bool is_light =

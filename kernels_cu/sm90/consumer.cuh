@@ -3,9 +3,9 @@
 
 #include "schedule/segments.cuh"
 #include "sm90/consumer_schedule.cuh"
+#include "score/exponents.cuh"
 #include "sm90/logits.cuh"
 #include "sm90/raw_scores.cuh"
-#include "sm90/softmax.cuh"
 #include "sm90/store.cuh"
 
 namespace cuflash {
@@ -78,9 +78,12 @@ struct Consumer {
       }
 #pragma unroll 1
       for (; block >= own.full_begin; --block) {
-        if constexpr (keeps_reference) {
+        const int first_key = block * Config::block_n;
+        const bool bends = score.bends({rows.first_row, rows.first_row + 64},
+                                       {first_key, first_key + Config::block_n});
+        if (keeps_reference && !(may_bend && warp_agrees(bends))) {
           next_full_block(score, rows, entry, block, block == own.begin);
-        } else {
+        } else if constexpr (!keeps_reference || may_bend) {
           next_block<Edge::none>(score, rows, block, block == own.begin);
         }
       }
@@ -186,52 +189,20 @@ struct Consumer {
     wait_for_scores(s_acc);
     release_scores(is_last);
     softmax.keep_reference();
-    exponentiate(s_acc, score);
+    exponentiate_full(s_acc, score, rows, first_key);
     end_product(before);
     if (warp_agrees(softmax.outgrown())) {
       bool lost[2];
       softmax.follow_weights(s_acc, score, lost);
       softmax.rescale_rows(o_acc);
       if (warp_agrees(lost[0] || lost[1])) {
-        recompute_weights(s_acc, lost, score, rows, entry, first_key);
+        const int warp_row = rows.first_row + 16 * (ptx::thread_index() / 32 % 4);
+        const RawScores raw(params, entry, score.seqlen, warp_row);
+        recompute_weights(s_acc, o_acc, softmax, lost, raw, score, rows.first_row, first_key);
       }
     }
     softmax.add_block();
     pack_p<Keys::all>(s_acc, dropped);
-  }
-
-  // Weights of a full block from scores that are multiplied again, for rows that lost theirs. Those
-  // of other rows, and their bits, stay.
-  CUFLASH_DEVICE void recompute_weights(float (&s_acc)[1][s_tiles][4], const bool (&lost)[2],
-                                        const Score& score, const ConsumerRows& rows,
-                                        const BatchIndex& entry, int first_key) {
-    const int warp_row = rows.first_row + 16 * (ptx::thread_index() / 32 % 4);
-    const RawScores raw(params, entry, score.seqlen, warp_row);
-    float s[4], maximum[2] = {-infinity(), -infinity()};
-#pragma unroll 1
-    for (int t = 0; t < s_tiles; ++t) {
-      raw.of_keys(s, first_key + 8 * t);
-      maximum[0] = fmaxf(maximum[0], fmaxf(s[0], s[1]));
-      maximum[1] = fmaxf(maximum[1], fmaxf(s[2], s[3]));
-    }
-    unrolled<2>([&](int half) {
-      maximum[half] = quad_max(maximum[half]);
-      softmax.raise_reference(half, lost[half] ? maximum[half] : -infinity(), score);
-      if (lost[half]) softmax.block_sum[half] = 0.0f;
-    });
-    softmax.rescale_rows(o_acc);
-#pragma unroll 1
-    for (int t = 0; t < s_tiles; ++t) {
-      raw.of_keys(s, first_key + 8 * t);
-      unrolled<4>([&](int i) {
-        const float weight = ptx::exp2_approx(score.exponent(s[i], softmax.shift[i / 2]));
-        if (lost[i / 2]) softmax.block_sum[i / 2] += weight;
-        unrolled<s_tiles>([&](int own) {
-          float& value = s_acc[0][own][i];
-          value = own == t && lost[i / 2] ? weight : value;
-        });
-      });
-    }
   }
 
   // p v of the first block that these rows see.
@@ -322,21 +293,40 @@ struct Consumer {
                                      int first_key, const PrefetchedMaskBias<tiles>& prefetched) {
     apply_score<edge>(s_acc, score, first_row, first_key, prefetched);
     softmax.find_maximum(s_acc, score);
-    exponentiate(s_acc, score);
+    exponentiate(s_acc, [&](float value, int, int i) {
+      const float exponent = score.exponent(value, softmax.shift[i / 2]);
+      return is_fp8 && !Score::folds_scale ? exponent + weight_exponent : exponent;
+    });
     softmax.add_block();
   }
 
-  template <int tiles>
-  CUFLASH_DEVICE void exponentiate(float (&s_acc)[1][tiles][4], const Score& score) {
+  // The same of a full block, against the reference as it is.
+  CUFLASH_DEVICE void exponentiate_full(float (&s_acc)[1][s_tiles][4], const Score& score,
+                                        const ConsumerRows& rows, int first_key) {
+    const LaneIndices lane(rows.first_row, first_key);
+    const RowExponents of_row[2] = {{score, lane.row, lane.key, softmax.shift[0]},
+                                    {score, lane.row + 8, lane.key, softmax.shift[1]}};
+    if constexpr (Score::is_capped) {
+      unrolled<4>([&](int quarter) { form_exponents(s_acc, quarter, of_row); });
+      exponentiate(s_acc, [](float exponent, int, int) { return exponent; });
+    } else {
+      exponentiate(s_acc, [&](float product, int t, int i) {
+        return of_row[i / 2](product, 8 * t + i % 2);
+      });
+    }
+  }
+
+  template <int tiles, typename Exponent>
+  CUFLASH_DEVICE void exponentiate(float (&s_acc)[1][tiles][4], const Exponent& exponent) {
     // Nothing ties exponentials to the wait for p v, and ptxas would move it above most of them. An
     // arrive that never happens, because no sum has these bits, needs the first of them done.
     constexpr int tied = tiles * Config::overlap_quarters / 4;
-    softmax.exponentiate<0, tied>(s_acc, score);
+    softmax.exponentiate<0, tied>(s_acc, exponent);
     if constexpr (tied > 0) {
       const float sum = softmax.block_sum[0] + softmax.block_sum[1];
       arrive_if(smem.never, __float_as_uint(sum) == 0xffffffffu);
     }
-    softmax.exponentiate<tied, tiles>(s_acc, score);
+    softmax.exponentiate<tied, tiles>(s_acc, exponent);
   }
 
   // Weights that are kept become the operand of p v, 0 for the other keys of the block.

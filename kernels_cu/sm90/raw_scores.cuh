@@ -1,6 +1,8 @@
 // Products q k^T of 16 rows once more, by one warp alone, from global memory.
 #pragma once
 
+#include "sm90/logits.cuh"
+#include "sm90/softmax.cuh"
 #include "tile/load.cuh"
 
 namespace cuflash {
@@ -40,5 +42,43 @@ struct RawScores {
     return low | high << 16;
   }
 };
+
+// Weights of a full block from scores that are multiplied again, for rows of a warp that lost
+// theirs. Those of other rows, and their bits, stay.
+template <int tiles, int out_tiles>
+CUFLASH_DEVICE void recompute_weights(float (&s_acc)[1][tiles][4], float (&o_acc)[1][out_tiles][4],
+                                      SplitSoftmax& softmax, const bool (&lost)[2],
+                                      const RawScores& raw, const Score& score, int first_row,
+                                      int first_key) {
+  const LaneIndices lane(first_row, first_key);
+  const auto applied = [&](float product, int t, int i) {
+    return score.apply(product, lane.row + 8 * (i / 2), lane.key + 8 * t + i % 2);
+  };
+  float s[4], maximum[2] = {-infinity(), -infinity()};
+#pragma unroll 1
+  for (int t = 0; t < tiles; ++t) {
+    raw.of_keys(s, first_key + 8 * t);
+    unrolled<4>([&](int i) { maximum[i / 2] = fmaxf(maximum[i / 2], applied(s[i], t, i)); });
+  }
+  unrolled<2>([&](int half) {
+    maximum[half] = quad_max(maximum[half]);
+    softmax.raise_reference(half, lost[half] ? maximum[half] : -infinity(), score);
+    if (lost[half]) softmax.block_sum[half] = 0.0f;
+  });
+  softmax.rescale_rows(o_acc);
+#pragma unroll 1
+  for (int t = 0; t < tiles; ++t) {
+    raw.of_keys(s, first_key + 8 * t);
+    unrolled<4>([&](int i) {
+      const float weight =
+          ptx::exp2_approx(score.exponent(applied(s[i], t, i), softmax.shift[i / 2]));
+      if (lost[i / 2]) softmax.block_sum[i / 2] += weight;
+      unrolled<tiles>([&](int own) {
+        float& value = s_acc[0][own][i];
+        value = own == t && lost[i / 2] ? weight : value;
+      });
+    });
+  }
+}
 
 }  // namespace cuflash

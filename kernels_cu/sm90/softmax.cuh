@@ -40,7 +40,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
       lost[half] = grew && !(largest > 0x1p-64f && largest < 0x1p100f);
       const float before = shift[half];
       if (grew && !lost[half]) {
-        row_max[0][half] = score.maximum_near(before + __log2f(largest));
+        row_max[0][half] = score.maximum_above(before, __log2f(largest));
         shift[half] = score.reference(row_max[0][half]);
       }
       rescale[half] = ptx::exp2_approx(score.exponent_between(before, shift[half]));
@@ -90,16 +90,14 @@ struct SplitSoftmax : OnlineSoftmax<1> {
     if constexpr (Score::folds_scale) shift[half] -= weight_exponent;
   }
 
-  // Scores of column tiles [begin, end) become probabilities.
-  template <int begin, int end, int tiles>
-  CUFLASH_DEVICE void exponentiate(float (&s_acc)[1][tiles][4], const Score& score) {
+  // Scores of column tiles [begin, end) become probabilities; exponent(score, t, i) of register i.
+  template <int begin, int end, int tiles, typename Exponent>
+  CUFLASH_DEVICE void exponentiate(float (&s_acc)[1][tiles][4], const Exponent& exponent) {
 #pragma unroll
     for (int t = begin; t < end; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float exponent = score.exponent(s_acc[0][t][i], shift[i / 2]);
-        s_acc[0][t][i] =
-            ptx::exp2_approx(Score::folds_scale ? exponent : exponent + weight_exponent);
+        s_acc[0][t][i] = ptx::exp2_approx(exponent(s_acc[0][t][i], t, i));
       }
     }
 #pragma unroll

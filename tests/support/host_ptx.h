@@ -15,6 +15,7 @@ inline uint4 load_once(const void* from) { return *static_cast<const uint4*>(fro
 inline void store_once(void* to, uint4 x) { *static_cast<uint4*>(to) = x; }
 inline void discard_line(void* line) { std::memset(line, 0xa5, 128); }
 
+inline float computed(float x) { return x; }
 inline float exp2_approx(float x) { return exp2f(x); }
 
 inline float max_or_nan(float x, float y) { return x > y || x != x ? x : y; }

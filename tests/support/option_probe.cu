@@ -1,8 +1,8 @@
 // Scores, their slopes, and what dropout keeps, pair by pair as the kernels' exact paths ask for
-// them.
+// them; and exponents, as full blocks form them.
 #include "config.cuh"
 #include "score/dropout.cuh"
-#include "score/score.cuh"
+#include "score/exponents.cuh"
 
 namespace cuflash {
 
@@ -11,6 +11,7 @@ struct Probed {
   const float* products;
   float* scores;
   float* slopes;
+  float* exponents;  // relative to a reference of 0.25; 0 where products do not give them
   uint8_t* kept;
   float* sinks;
 };
@@ -28,6 +29,15 @@ __device__ void probe_entry(const ScoreParams& params, int number, const Probed&
       const bool visible = keys.contains(n) && score.sees(m, n);
       to.scores[at] = visible ? score.apply(to.products[at], m, n) : -infinity();
       to.slopes[at] = visible ? score.derivative(to.products[at], m, n) : 0.0f;
+      if constexpr (Score::exponent_of_product) {
+        const int first = n < 3 || score.bends({m, m + 1}, {n - 3, n + 1}) ? n : n - 3;
+        const RowExponents row(score, m, first, 0.25f);
+        const float product = to.products[at];
+        to.exponents[at] = Config::softcap ? row.of_any(product * params.inverse_softcap)
+                                           : row(product, n - first);
+      } else {
+        to.exponents[at] = 0.0f;
+      }
       to.kept[at] = keeps_pair(score, m, n);
       // The two ways to ask for a segment have to agree; a lane of one tile holds columns 0 and 1.
       const bool seen = score.visible(m, n);
