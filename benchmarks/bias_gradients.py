@@ -9,7 +9,7 @@ import numpy as np
 
 import cuflash
 from benchmarks.cells import Run, free_memory
-from benchmarks.peers import IMPLEMENTATIONS, ScaledDotProduct, as_array, as_tensor
+from benchmarks.peers import IMPLEMENTATIONS, ScaledDotProduct
 from benchmarks.report import first_line
 from cuflash.tuning import Workload
 from cuflash.tuning._checking import AGREEMENT, difference
@@ -80,7 +80,7 @@ def measure_bias_gradients(run: Run) -> None:
 def _call(own: Any, dtype: str, q: Array, k: Array, v: Array, bias: Array, dout: Array) -> Call:
     """What computes (dq, dbias), and dk and dv on the way."""
     if own.name == "cuflash":
-        out, pullback = cuflash.attention_vjp(q, k, v, bias=bias)
+        _, pullback = cuflash.attention_vjp(q, k, v, bias=bias)
 
         def ours() -> tuple[Array, Array]:
             found = pullback(dout, wrt=("q", "k", "v", "bias"))
@@ -89,18 +89,4 @@ def _call(own: Any, dtype: str, q: Array, k: Array, v: Array, bias: Array, dout:
         return ours
     if not isinstance(own, ScaledDotProduct) or dtype not in own.dtypes:
         raise TypeError("no gradient of a bias")
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    leaves = [as_tensor(array).detach().requires_grad_() for array in (q, k, v, bias)]
-    with sdpa_kernel(getattr(SDPBackend, own.backend)):
-        tensors = (*leaves[:3], leaves[3].expand(q.shape[0], -1, -1, -1))
-        out = scaled_dot_product_attention(*tensors)
-    cotangent = as_tensor(dout)
-
-    def theirs() -> tuple[Array, Array]:
-        found = torch.autograd.grad(out, leaves, cotangent, retain_graph=True)
-        return as_array(found[0]), as_array(found[3])
-
-    return theirs
+    return own.bias_gradients(q, k, v, bias, dout)

@@ -388,6 +388,27 @@ class ScaledDotProduct(Torch):
 
         return call
 
+    def bias_gradients(
+        self, q: Array, k: Array, v: Array, bias: Array, dout: Array
+    ) -> Callable[[], tuple[Array, Array]]:
+        """Return what computes (dq, dbias), and dk and dv on the way; entries share the bias."""
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        leaves = [as_tensor(array).detach().requires_grad_() for array in (q, k, v, bias)]
+        with sdpa_kernel(getattr(SDPBackend, self.backend)):
+            out = scaled_dot_product_attention(
+                *leaves[:3], leaves[3].expand(q.shape[0], -1, -1, -1)
+            )
+        cotangent = as_tensor(dout)
+
+        def call() -> tuple[Array, Array]:
+            found = torch.autograd.grad(out, leaves, cotangent, retain_graph=True)
+            return as_array(found[0]), as_array(found[3])
+
+        return call
+
     def packed_function(self, work: Workload, ends: Any) -> Callable[..., Any]:
         import torch
 

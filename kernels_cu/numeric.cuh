@@ -17,8 +17,6 @@ using Storage =
 // Of q, k and v: elements of 8 and 16 bits are bits that Config::dtype says how to read.
 using Element = Storage<Config::dtype>;
 constexpr bool is_fp8 = Config::dtype == Dtype::float8_e4m3fn;
-// Of pairs that Hopper's forward packs: weights, and results but those of float32.
-constexpr Dtype pair_dtype = is_fp8 ? Config::out_dtype : Config::dtype;
 
 // Of scores, statistics and sums: float32, for float64 inputs float64.
 constexpr bool is_double = Config::dtype == Dtype::float64;
@@ -105,6 +103,10 @@ CUFLASH_DEVICE Real read_scale(const void* array, int64_t index) {
   if constexpr (dtype == Dtype::none) return 1;
   return read_real<dtype>(array, index);
 }
+
+// The 16-bit format of weights that are multiplied, and of results that are staged.
+constexpr Dtype half_dtype =
+    Config::out_dtype == Dtype::float32 ? Config::dtype : Config::out_dtype;
 
 // Two neighbouring 16-bit elements in one register, `low` at the lower address.
 template <Dtype dtype>

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash import Options, reference
 from cuflash._problem.float8 import E4M3, E5M2, factor_of_rows, rows_of_blocks
+from cuflash.testing import assert_attention_close
 from support import covering
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -31,9 +32,8 @@ def powers_of_two(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return np.exp2(np.random.default_rng(seed).integers(-3, 4, shape)).astype(np.float32)
 
 
-def scales(heads: tuple[int, int] = (4, 4), rows: int = 21, keys: int = 35) -> dict[str, Any]:
+def scales(heads: tuple[int, int] = (4, 4), keys: int = 35) -> dict[str, Any]:
     """One number, one factor for each head, one for each block of 16 rows."""
-    del rows
     k = powers_of_two((heads[1], 1, 1), 1)
     return {"q_scale": 0.5, "k_scale": k, "v_scale": powers_of_two((1, -(-keys // 16), 1), 2)}
 
@@ -324,3 +324,125 @@ def test_several_ranks_take_no_8_bits_yet() -> None:
     parts = [of_8_bits((4, 8, 16), i) for i in range(2)]
     with pytest.raises(NotImplementedError, match="8 bits on several ranks"):
         cuflash.distributed.attention(parts, parts, parts, comm=comm)
+
+
+# ----------------------------------------------------------------------------------- on a GPU
+@pytest.fixture
+def cupy() -> Any:
+    return pytest.importorskip("cupy")
+
+
+def on_gpu(cupy: Any, value: Any) -> Any:
+    """CuPy takes no array of 8-bit floats from the host: bytes, viewed as such."""
+    if isinstance(value, tuple):
+        return tuple(on_gpu(cupy, part) for part in value)
+    if not hasattr(value, "strides"):
+        return value
+    return (
+        cupy.asarray(value.view(np.uint8)).view(value.dtype)
+        if value.itemsize == 1
+        else (cupy.asarray(value))
+    )
+
+
+def on_host(array: Any) -> np.ndarray:
+    return array.view(np.uint8).get().view(array.dtype)
+
+
+GPU_OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"causal": True},
+    "window": {"window": (70, 30)},
+    "lengths": {"kv_lengths": np.array([[200], [333]]), "q_lengths": np.array([[90], [300]])},
+    "softcap": {"softcap": 3.0, "causal": True},
+    "slopes": {"alibi_slopes": np.array([0.1, 0.3], np.float32)},
+    "mask": {"mask": np.random.default_rng(3).random((300, 340)) < 0.5},
+    "sink": {"sink": np.array([0.5, -1.0], np.float32)},
+    "dropout": {"dropout": 0.25, "seed": 3},
+    "segments": {"segment_ids": (np.arange(300) // 90, np.arange(340) // 100)},
+    "bias": {"bias": np.random.default_rng(4).standard_normal((300, 340)).astype(np.float32)},
+    "shared heads": {"enable_gqa": True},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_OPTIONS)
+@pytest.mark.parametrize("d", [64, 256])
+def test_a_kernel_is_within_the_budget(cupy: Any, d: int, name: str) -> None:
+    """Of 8 bits where it is faster, else of dequantised arrays; with the same bits every time."""
+    rng = np.random.default_rng(0)
+    heads = 1 if name == "shared heads" else 2
+    x = [rng.standard_normal((2, h, n, d)) for h, n in ((2, 300), (heads, 340), (heads, 340))]
+    made = [cuflash.quantize(a, rotation=1) for a in x]
+    options = {f"{n}_scale": own.scale for n, own in zip("qkv", made, strict=True)}
+    options |= GPU_OPTIONS[name]
+    there = [on_gpu(cupy, own.array) for own in made]
+    moved = {n: on_gpu(cupy, value) for n, value in options.items()}
+    out, lse = cuflash.attention(*there, return_lse=True, **moved)
+    found = (on_host(out), lse.get())
+    assert_attention_close(found, *(own.array for own in made), **options)
+    for _ in range(20):
+        assert bits(on_host(cuflash.attention(*there, **moved))) == bits(found[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out", RESULTS, ids=str)
+def test_gradients_on_a_gpu(cupy: Any, out: Any) -> None:
+    q, k, v = (of_8_bits((2, 3, 200, 64), i) for i in range(3))
+    dout = of_8_bits((2, 3, 200, 64), 3, E5M2)
+    own = {"q_scale": 0.5, "k_scale": powers_of_two((3, 4, 1), 1), "v_scale": 2.0, "causal": True}
+    there = [on_gpu(cupy, a) for a in (q, k, v)]
+    moved = {n: on_gpu(cupy, value) for n, value in own.items()}
+    results = (cupy.empty(q.shape, out), cupy.empty(q.shape[:-1], np.float32))
+    cuflash.attention(*there, out=results, return_lse=True, **moved)
+    grads = cuflash.attention_backward(on_gpu(cupy, dout), *there, *results, **moved)
+    assert {g.dtype for g in grads} == {np.dtype(out)}
+    assert_attention_close(
+        (on_host(results[0]), results[1].get()), q, k, v, dout=dout.astype(out),
+        gradients=cuflash.Gradients(*(on_host(g) for g in grads)), **own,
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_packed_sequences_on_a_gpu(cupy: Any) -> None:
+    q, k, v = (of_8_bits((2, 300, 256), i) for i in range(3))
+    ends, own = [0, 100, 100, 290], {"k_scale": powers_of_two((2, 1, 1), 1)}
+    there = [on_gpu(cupy, a) for a in (q, k, v)]
+    out = cuflash.attention_varlen(*there, ends, ends, k_scale=cupy.asarray(own["k_scale"]))
+    alone = [
+        cuflash.attention(*(a[:, i:j] for a in there), k_scale=cupy.asarray(own["k_scale"]))
+        for i, j in ((0, 100), (100, 290))
+    ]
+    assert bits(on_host(out)[:, :290]) == bits(np.concatenate([on_host(a) for a in alone], 1))
+    assert not on_host(out)[:, 290:].astype(np.float32).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, BF16, np.float32, np.float64], ids=str)
+@pytest.mark.parametrize("per", ["matrix", "tensor", 16, 64, 1])
+@pytest.mark.parametrize("d", [64, 80, 256])
+def test_a_gpu_quantises_to_the_same_bits(
+    cupy: Any, kind: Any, dtype: Any, per: Any, d: int
+) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 3, 100, d)) * np.exp2(rng.integers(-9, 6, (2, 3, 100, d)))
+    x[0, 0, 0, :4] = [np.nan, np.inf, 0.0, -0.0]
+    x[1, 1] = 0
+    x = x.astype(dtype)
+    expected, found = (cuflash.quantize(a, per=per, dtype=kind) for a in (x, cupy.asarray(x)))
+    assert bits(found.scale.get()) == bits(expected.scale)
+    array = on_host(found.array)
+    nan = np.isnan(expected.array.astype(np.float32))
+    assert (np.isnan(array.astype(np.float32)) == nan).all()
+    assert ((array.view(np.uint8) == expected.array.view(np.uint8)) | nan).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+def test_a_gpu_rotates_alike(cupy: Any, d: int) -> None:
+    """In another order of sums: few elements are rounded otherwise."""
+    x = np.random.default_rng(0).standard_normal((3, 70, d)).astype(BF16)
+    expected, found = (cuflash.quantize(a, rotation=7) for a in (x, cupy.asarray(x)))
+    assert bits(found.scale.get()) == bits(expected.scale)
+    assert (on_host(found.array).view(np.uint8) != expected.array.view(np.uint8)).mean() < 0.001

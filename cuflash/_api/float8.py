@@ -61,7 +61,8 @@ def forward(
     q, k, v = arrays
     out_dtype = getattr(out[0] if isinstance(out, tuple) else out, "dtype", None)
     whole = all(not s.shape or s.shape[-2] == 1 for s in scales if hasattr(s, "shape"))
-    if is_cupy(q) and whole and all(a.dtype == E4M3 for a in arrays):
+    natively = getattr(others["config"], "float8", True)  # None: whichever serves
+    if natively and is_cupy(q) and whole and all(a.dtype == E4M3 for a in arrays):
         try:
             own = _of_entries(options, scales, q)
             return compute(q, k, v, own, axes=axes, out=out, **others)

@@ -20,9 +20,13 @@ from cuflash._arrays import (
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem import checks
 from cuflash._problem.float8 import FLOAT8, LARGEST, factor_of_rows
-from cuflash._problem.operand import core_axes
+from cuflash._problem.operand import checked_axes, core_axes
 
+# Scales are powers of two. (D173)
 _LEAST_EXPONENT = -100  # of a scale: its inverse is a float32
+
+
+_MOST_ROWS = 1 << 29  # that kernels index
 
 
 class Quantized(NamedTuple):
@@ -99,13 +103,13 @@ def quantize(
     """
     x = native("x", x)
     checks.require_float("x", x)
-    dtype = np.dtype(dtype)
-    if dtype not in FLOAT8:
-        raise wrong_type("dtype", f"dtype {dtype}", "float8_e4m3fn or float8_e5m2")
+    dtype = _dtype(dtype)
     rows = _rows(per)
     xp = array_module(x)
     refuse_captured(xp, "quantize")
-    core = core_axes("x", x.shape, axes)
+    core = core_axes("x", x.shape, checked_axes([axes] * 4)[0])
+    if max(x.shape) >= _MOST_ROWS:
+        raise wrong_value("x", f"shape {x.shape}", "axes shorter than 2^29")
     kept = [i for i in range(x.ndim) if i not in core]
     matrices = x.transpose(*kept, *core)
     signs = (
@@ -118,6 +122,18 @@ def quantize(
         scale = _scale(matrices, rows, per == "tensor", LARGEST[dtype], xp)
         found = _divided(matrices, factor_of_rows(scale, matrices.shape[-2]), dtype)
     return Quantized(found.transpose(*back), scale)
+
+
+def _dtype(dtype: Any) -> np.dtype[Any]:
+    """One of the two dtypes of 8 bits."""
+    expected = "float8_e4m3fn or float8_e5m2"
+    try:
+        found: np.dtype[Any] = np.dtype(dtype)
+    except Exception as error:  # what an object of the caller's raises
+        raise wrong_type("dtype", shown(dtype), expected) from error
+    if found not in FLOAT8:
+        raise wrong_type("dtype", f"dtype {found}", expected)
+    return found
 
 
 def _rows(per: Any) -> int:

@@ -68,7 +68,7 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
     def eligible(cls, request: Request) -> str:
         problem = request.problem
         return wgmma.against(request) or wgmma.first_reason(
-            (wgmma.widest(problem) <= 192, "products of 16 bits are as fast there"),
+            (wgmma.widest(problem) <= 192, "products of 16 bits are as fast there"),  # D171
             (wgmma.widest(problem) > 256, "no tile is wider than 256"),
             (not problem.seqlen_k, "there are no keys, and a tensor map holds at least one row"),
             (not problem.head_dim_v, "there are no values, and a tensor map holds a column"),

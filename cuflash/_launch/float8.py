@@ -11,14 +11,15 @@ import numpy as np
 from cuflash._arrays import Array, refuse_capture
 from cuflash._problem.float8 import E4M3
 
-# CuPy computes with no 8-bit dtype: kernels see bytes. A float16 has one exponent bit more than
-# e4m3, and those of e5m2.
+# CuPy computes with no 8-bit dtype: kernels see bytes. Exponents have 4 bits, biased by 7, and 3 of
+# mantissa behind them, or 5, biased by 15, and 2.
 _DECODE = """
     const bool e4m3 = {e4m3};
-    const unsigned int sign = bits & 0x80u, rest = bits & 0x7fu;
-    const unsigned short half_bits = sign << 8 | (e4m3 ? rest << 7 : rest << 8);
-    const float value = __half2float(__ushort_as_half(half_bits)) * (e4m3 ? 256.0f : 1.0f);
-    y = T((e4m3 && rest == 0x7f ? __int_as_float(0x7fffffff) : value) * factor);
+    const unsigned int rest = bits & 0x7fu, subnormal = e4m3 ? 8 : 4, infinite = e4m3 ? 0x7f : 0x7c;
+    const unsigned int normal = (rest << (e4m3 ? 20 : 21)) + ((e4m3 ? 120u : 112u) << 23);
+    float size = rest < subnormal ? rest * (e4m3 ? 0x1p-9f : 0x1p-16f) : __uint_as_float(normal);
+    if (rest >= infinite) size = __uint_as_float(rest == 0x7c ? 0x7f800000 : 0x7fffffff);
+    y = T((bits & 0x80u ? -size : size) * factor);
 """
 _ENCODE = """
     const bool e4m3 = {e4m3};

@@ -150,7 +150,7 @@ def core_axes(name: str, shape: tuple[int, ...], pair: tuple[int, int]) -> tuple
         raise wrong_value(name, f"shape {shape}", "at least two axes, (sequence, feature)", fix)
     for axis in pair:
         if not -ndim <= axis < ndim:
-            got = f"axis {axis} for {name} of {ndim} axes"
+            got = f"axis {shown(axis)} for {name} of {ndim} axes"
             raise wrong_value("axes", got, f"an axis from {-ndim} to {ndim - 1}")
     sequence, feature = (axis % ndim for axis in pair)
     if sequence == feature:

@@ -54,25 +54,10 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   // before, and o keeps its scale.
   template <int tiles>
   CUFLASH_DEVICE void find_maximum(const float (&s_acc)[1][tiles][4], const Score& score) {
-    // One after the other, maxima wait for each other: e4m3 has no time for that.
-    constexpr int chains = is_fp8 ? 4 : 1;
-    float block_max[2][chains];
-#pragma unroll
-    for (int i = 0; i < chains; ++i) {
-      block_max[0][i] = row_max[0][0];
-      block_max[1][i] = row_max[0][1];
-    }
-    unrolled<tiles, 2>([&](int t, int half) {
-      float& largest = block_max[half][t % chains];
-      largest = fmaxf(largest, fmaxf(s_acc[0][t][2 * half], s_acc[0][t][2 * half + 1]));
-    });
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int i = 1; i < chains; ++i) {
-        block_max[half][0] = fmaxf(block_max[half][0], block_max[half][i]);
-      }
-      raise_reference(half, quad_max(block_max[half][0]), score);
+      const float block_max = lane_maximum(s_acc[0], half, row_max[0][half]);
+      raise_reference(half, quad_max(block_max), score);
       block_sum[half] = 0.0f;
     }
   }

@@ -11,7 +11,7 @@ namespace cuflash {
 
 // Transposes 16 columns of a tile of v. Of each 16 keys 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15
 // are neighbours then: a lane has scores of four such keys in two tiles, which are its part of the
-// other operand as they are.
+// other operand as they are. (D172)
 struct Transposer {
   uint32_t from, to;  // where this lane reads and writes, in a tile at 0: the chunk is added by xor
   uint32_t one, other;
@@ -32,7 +32,7 @@ struct Transposer {
     const uint32_t read =
         ptx::shared_address(rows.data) + part / 8 * Rows::panel_bytes + (from ^ 16 * (part % 8));
     const uint32_t written = ptx::shared_address(columns.data) + 2048 * part;
-#pragma unroll
+#pragma unroll(Config::head_dim_v > 128 ? 2 : 4)  // as registers are left
     for (int i = 0; i < Rows::rows / 32; ++i) {
       uint32_t pairs[4];  // of two columns and two keys, from each 8 keys
       ptx::ldmatrix_x4_trans(pairs, read + 4096 * i);
