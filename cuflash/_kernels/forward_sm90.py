@@ -120,6 +120,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
             ),
             (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
             (partial and pressure > 1, "results in float32 spill beside two such options"),
+            (partial and 128 < problem.head_dim_v <= 192, "results in float32 spill in this tile"),
             (
                 wide and packed and looked_up,
                 "a mask or ids of packed sequences spill in every tile",

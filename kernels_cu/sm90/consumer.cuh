@@ -339,7 +339,7 @@ struct Consumer {
       unrolled<2>([&](int half) {
         uint32_t& pair = p_frag[0][t / 2][t % 2 * 2 + half];
         if (own >= 0 && own < tiles) {
-          pair = pack<Config::out_dtype>(s_acc[0][own][2 * half], s_acc[0][own][2 * half + 1]);
+          pair = pack<half_dtype>(s_acc[0][own][2 * half], s_acc[0][own][2 * half + 1]);
           pair = dropped.applied(pair, 0, own, half);
         } else {
           pair = 0;
