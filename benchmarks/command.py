@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks import io_grid, memory
 from benchmarks.bias_gradients import measure_bias_gradients
 from benchmarks.cells import Run, measure_cell, measure_shapes
+from benchmarks.decode import measure_decode
 from benchmarks.host_clock import HostClock
 from benchmarks.machine import describe_machine, gpu_module
 from benchmarks.option_costs import measure_options
@@ -112,6 +113,10 @@ SETS: dict[str, tuple[str, Callable[[Run], None]]] = {
     "packed": (
         "16 packed sequences of 65 to 4096 at head_dim 128, and dense calls, by executed tile",
         measure_packed,
+    ),
+    "decode": (
+        "1 or 4 queries over 4096 to 131,072 keys, 512 over 50,000: beside a copy of the keys",
+        measure_decode,
     ),
     "window": (
         "window of 1024 at seqlen 16384, head_dim 64 and 128",

@@ -3,7 +3,7 @@
 //   lse = log sum exp lse_i,  out = sum exp(lse_i - lse) out_i
 //
 //   for each row of each batch entry:                          one thread block
-//     m = max lse_i;  l = sum exp(lse_i - m)                   every thread, in the order of parts
+//     m = max lse_i;  l = sum exp(lse_i - m)                   every warp, by lanes
 //     o_w = sum exp(lse_i - m) / l out_i                       warp w: parts w, w + warps, ...
 //     out = sum o_w,  lse = m + log l                          through shared memory
 //
@@ -25,10 +25,18 @@ struct Sums {
   Real largest, total;
 
   CUFLASH_DEVICE Sums(const Real* lse, int parts) : largest(-infinity()), total(0) {
-#pragma unroll 8
-    for (int i = 0; i < parts; ++i) largest = fmax(largest, lse[i]);
-#pragma unroll 8
-    for (int i = 0; i < parts; ++i) total += weight(lse[i]);
+#pragma unroll 4
+    for (int i = lane_index(); i < parts; i += 32) largest = fmax(largest, lse[i]);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      largest = fmax(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+    }
+#pragma unroll 4
+    for (int i = lane_index(); i < parts; i += 32) total += weight(lse[i]);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      total += __shfl_xor_sync(0xffffffff, total, distance);
+    }
   }
 
   // NaN and +inf stay what they are.
@@ -49,14 +57,13 @@ CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
   Real acc[lane_columns] = {};
 #pragma unroll 4
   for (int i = warp; i < parts; i += Config::num_warps) {
-    if (lse[i] == -infinity()) continue;
+    const bool seen = lse[i] != -infinity();
     const Real share = sums.weight(lse[i]) / sums.total;  // large values: no sum of them overflows
 #pragma unroll
     for (int c = 0; c < lane_columns; ++c) {
       const int column = lane + 32 * c;
-      if (column < width) {
-        acc[c] = fma(share, out[static_cast<int64_t>(i) * width + column], acc[c]);
-      }
+      const Real value = seen && column < width ? out[static_cast<int64_t>(i) * width + column] : 0;
+      acc[c] = seen ? fma(share, value, acc[c]) : acc[c];
     }
   }
 #pragma unroll

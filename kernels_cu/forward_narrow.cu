@@ -160,7 +160,8 @@ CUFLASH_DEVICE bool store(const ForwardParams& params, const Work& work, const S
   const int first_q = score.seqlen.first_q;
   const bool hidden = q_idx >= score.seqlen.q || row.all.weights == 0;
   const RowEnd end = end_of_row(score, work.entry, row.all.maximum, row.all.weights);
-  const RowTarget out(params.out, params.out_layout, work.entry, first_q, params.head_dim_v,
+  const KeyPart part = KeyPart::of_this_block(params);
+  const RowTarget out(part.out(params), params.out_layout, work.entry, first_q, params.head_dim_v,
                       Config::head_dim_v);
   const Real factor = kept_scale(params.score) * end.weight / end.sum;
   bool overflowed = false;
@@ -171,7 +172,7 @@ CUFLASH_DEVICE bool store(const ForwardParams& params, const Work& work, const S
         out.rounded(hidden ? 0 : row.all.o[i] * factor);
   }
   if (params.lse != nullptr) {
-    const int64_t offset = work.entry * params.lse_layout.batch;
+    const int64_t offset = work.entry * params.lse_layout.batch + part.index;
     params.lse[offset + (first_q + q_idx) * params.lse_layout.row] =
         hidden ? score.lse_without_keys(work.entry, q_idx) : end.lse;
   }
@@ -187,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   using namespace cuflash;
   SharedMemory& smem = shared_memory<SharedMemory>();
   const Work work = Work::of_this_block(params);
-  const Score score(params.score, work.entry);
+  const Score score(params.score, work.entry, KeyPart::of_this_block(params).keys);
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const RowSource q(params.q, params.q_layout, work.entry, first_q, params.head_dim);
   const RowSource k(params.k, params.k_layout, work.entry, first_k, params.head_dim);

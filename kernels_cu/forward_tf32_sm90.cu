@@ -40,9 +40,9 @@ constexpr int consumer_registers = 256 - producer_registers;
 // By all threads: the queries of the tile are there after the next barrier.
 CUFLASH_DEVICE void load_queries(const ForwardParams& params, SharedMemory& smem) {
   const Work work = Work::of_this_block(params);
-  const Score score(params.score, work.entry);
-  const RowSource q(params.q, params.q_layout, work.entry, score.seqlen.first_q, params.head_dim);
-  load_tile(smem.q[0], q, work.first_row, {0, score.seqlen.q});
+  const Seqlen seqlen(params.score, work.entry);
+  const RowSource q(params.q, params.q_layout, work.entry, seqlen.first_q, params.head_dim);
+  load_tile(smem.q[0], q, work.first_row, {0, seqlen.q});
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
   if constexpr (!uses_3xtf32) {

@@ -104,6 +104,10 @@ CUFLASH_DEVICE Real read_scale(const void* array, int64_t index) {
   return read_real<dtype>(array, index);
 }
 
+// The 16-bit format of weights that are multiplied, and of results that are staged.
+constexpr Dtype half_dtype =
+    Config::out_dtype == Dtype::float32 ? Config::dtype : Config::out_dtype;
+
 // Two neighbouring 16-bit elements in one register, `low` at the lower address.
 template <Dtype dtype>
 CUFLASH_DEVICE uint32_t pack(float low, float high) {

@@ -128,6 +128,7 @@ struct ForwardParams {
   int32_t head_dim;
   int32_t head_dim_v;
   int32_t num_splits;  // parts of the keys, used where Config::split_keys
+  int32_t part_keys;   // keys of each
   int32_t page_size;   // rows of a page of k and v, used where Config::paged
   int32_t num_pages;
   int64_t k_page;  // from one page to the next

@@ -294,6 +294,32 @@ def test_bytes_are_those_of_the_formulae(method, size):
         assert forward == (size - 1) * sent
 
 
+def test_a_call_that_all_ranks_made_before_is_known_by_a_number(monkeypatch):
+    """Not where a rank makes another one, or options have arrays, which may have changed."""
+    comm, told = distributed.simulated(2), []
+    agree = comm.agree
+    monkeypatch.setattr(comm, "agree", lambda facts: told.append(facts) or agree(facts))
+    x, y = [np.ones((8, 4))] * 2, [np.ones((8, 4)), np.ones((8, 4), np.float32)]
+    counts = []
+    for _ in range(3):
+        out = distributed.attention(x, x, x, comm=comm, causal=True, return_lse=True)
+        counts.append(len(told))
+    assert counts == [3, 4, 5]
+    assert told[-1] == {0: b"1", 1: b"1"}
+    outs, lses = [o.out for o in out], [o.lse for o in out]
+    for _ in range(2):
+        found = distributed.attention_backward(x, x, x, x, outs, lses, comm=comm, causal=True)
+    assert len(told) == 9
+    assert told[-1] == {0: b"2", 1: b"2"}
+    assert found[0].dv.sum() > found[1].dv.sum() > 0  # rank 0 has the first and the last rows
+    with pytest.raises(ValueError, match="q without rows: got 'float32"):
+        distributed.attention(y, x, x, comm=comm, causal=True)
+    for _ in range(2):
+        before = len(told)
+        distributed.attention(x, x, x, comm=comm, kv_lengths=[np.array(3), np.array(3)])
+        assert len(told) == before + 3
+
+
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_zigzag_gives_all_ranks_equal_causal_work(size):
     bounds = Bounds(None, 0, 0, alone=True)

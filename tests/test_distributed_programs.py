@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import train_on_ranks
 
-from benchmarks import scale_out
+from benchmarks import projection, scale_out
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -67,3 +67,12 @@ def test_scaling_runs_part_by_part(tmp_path, capsys):
     assert told.count("\n") == len(state["cells"])
     assert scale_out.main([*common, "--only", "GQA 32/8 causal"]) == 0  # nothing is left
     assert capsys.readouterr().out == ""
+
+
+def test_a_projection_says_what_it_is(capsys):
+    assert projection.main(["--ranks", "64", "--kept", "0.9", "0.8"]) == 0
+    first, _, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("projected, not measured: 64 GPUs")
+    shares = [[float(cell.rstrip("%")) for cell in line.split()[3:5]] for line in lines]
+    assert all(0 < forward <= 90 and 0 < gradient <= 80 for forward, gradient in shares)
+    assert shares[-1] > [80, 70]  # many tokens hide what moves

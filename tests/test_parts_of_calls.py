@@ -64,7 +64,7 @@ def test_the_last_block_of_rows_is_known():
 @pytest.mark.parametrize(
     ("name", "head_dim", "nan_at"),
     [(n, d, None) for n in OPTIONS for d in (64, 128)]
-    + [("full", 192, None), ("full", 128, 5), ("full", 128, 300), ("causal", 128, 300)],
+    + [("full", 256, None), ("full", 128, 5), ("full", 128, 300), ("causal", 128, 300)],
 )
 def test_results_join_those_over_other_keys(name, head_dim, nan_at):
     """In float32 and rounded; a row that sees a NaN, and no other, is NaN."""

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
+from test_few_queries import options_of
 
 import cuflash
+from cuflash import reference
 from cuflash._kernels import split_keys
 from cuflash._kernels.forward_sm80 import ForwardConfig
 from cuflash._kernels.request import Request
+from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import describe
 from cuflash.testing._budget import Budget
 from support.problems import Call, make_call
@@ -29,7 +32,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.fixture
 def device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevice]:
     """Splits as few keys as two parts have: a processor takes its time."""
-    monkeypatch.setattr(split_keys, "FEWEST_KEYS", 512)
+    few = split_keys.BOUNDS._replace(fewest=512, most_of_ragged=512)
+    monkeypatch.setattr(split_keys, "BOUNDS", few)
     with host_device(tmp_path) as found:
         yield found
 
@@ -42,32 +46,6 @@ def forward(call: Call, options: cuflash.Options) -> tuple[np.ndarray, np.ndarra
     lse = on_device(np.full(problem.lse_shape, np.nan, problem.lse_dtype))
     run.forward(problem, q, k, v, options, out, lse)
     return np.asarray(out), np.asarray(lse)
-
-
-def arrays(rows: int, keys: int) -> dict[str, Any]:
-    """Every option that reads arrays, formulas apart."""
-    rng = np.random.default_rng(2)
-    return {
-        "causal": {"causal": True},
-        "window": {"window": (100, 3), "offset": 300},
-        "sink": {"sink": np.array([1.5, -2.0], np.float32)},
-        "a sink alone": {
-            "sink": np.array([1.5, -2.0], np.float32),
-            "kv_lengths": np.array([[0], [keys]]),
-        },
-        "lengths": {"kv_lengths": np.array([[5], [keys - 7]]), "causal": True},
-        "bias": {"bias": rng.standard_normal((rows, keys)).astype(np.float32)},
-        "mask": {"mask": rng.random((2, 1, rows, keys)) < 0.01},
-        "segments": {
-            "segment_ids": (
-                rng.integers(0, 3, (2, 1, rows)), np.sort(rng.integers(0, 3, (2, 1, keys))),
-            )
-        },
-        "the rest": {
-            "alibi_slopes": np.array([0.1, 0.02], np.float32), "softcap": 4.0, "dropout": 0.3,
-            "seed": 3,
-        },
-    }  # fmt: skip
 
 
 @pytest.fixture
@@ -83,9 +61,9 @@ def splits(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", list(arrays(3, 700)))
+@pytest.mark.parametrize("kind", list(options_of(3, 700)))
 def test_options_are_within_the_budget(device: HostDevice, splits: Any, kind: str) -> None:
-    given = arrays(3, 700)[kind]
+    given = options_of(3, 700)[kind]
     shapes = (2, 2, 3, 20), (2, 1, 700, 20), (2, 1, 700, 28)
     splits(5)
     call = make_call("normal", 1, np.dtype(np.float16), *shapes, options=given, wrt=())
@@ -116,6 +94,60 @@ def test_any_number_of_parts_is_within_the_budget(
             found.append(forward(call, cuflash.Options(**options)))
         assert [a.tobytes() for a in found[0]] == [a.tobytes() for a in found[1]]
         Budget(call).check_forward(*found[0])
+
+
+@pytest.mark.parametrize("kind", ["causal", pytest.param("sink", marks=pytest.mark.full)])
+def test_packed_sequences_are_split_by_their_own_lengths(device: HostDevice, kind: str) -> None:
+    """And rows of no sequence are zeros; a row has the same bits whatever else is packed."""
+    rng, given = np.random.default_rng(3), {"causal": True}
+    if kind == "sink":
+        given = {"sink": np.array([1.5, -2.0], np.float32)}
+    rows, keys = np.array([1, 3, 0, 2, 1]), np.array([17, 1300, 40, 0, 700])
+    q, k, v = (
+        rng.standard_normal((2, n, 24)).astype(np.float16)
+        for n in (rows.sum() + 2, keys.sum() + 5, keys.sum() + 5)
+    )
+
+    def attend(first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        ends = (
+            np.cumsum([n[:first].sum() + start, *n[first : first + count]]).astype(np.int32)
+            for n, start in ((rows, 1), (keys, 2))
+        )
+        packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(on_device, ends), strict=True))
+        options = options_on_device(cuflash.Options(**given))
+        arrays = [on_device(x) for x in (q, k, v)]
+        problem = describe_packed(*arrays, options, packed, axes=None, precision=None)
+        out = on_device(np.full(problem.out_shape, np.nan, problem.dtype))
+        lse = on_device(np.full(problem.lse_shape, np.nan, problem.lse_dtype))
+        run.forward(problem, *arrays, options, out, lse, cu_seqlens=packed)
+        return np.asarray(out), np.asarray(lse)
+
+    out, lse = attend(0, 5)
+    assert device.launched[-2:] == ["cuflash_forward_sm80", "cuflash_forward_combine"]
+    assert not out[:, [0, -1]].any()
+    assert (lse[:, [0, -1]] == -np.inf).all()
+    first_q, first_k = 1, 2
+    for m, n in zip(rows, keys, strict=True):
+        own_q, own_k = (slice(i, i + size) for i, size in ((first_q, m), (first_k, n)))
+        call = Call(q[:, own_q], k[:, own_k], v[:, own_k], q[:, own_q], options=given, wrt=())
+        if m:
+            Budget(call).check_forward(out[:, own_q], lse[:, own_q])
+        first_q, first_k = first_q + m, first_k + n
+    alone = attend(1, 1)
+    assert alone[0][:, 2:5].tobytes() == out[:, 2:5].tobytes()
+    assert alone[1][:, 2:5].tobytes() == lse[:, 2:5].tobytes()
+
+
+def test_logsumexp(device: HostDevice, splits: Any) -> None:
+    """The call without columns of values."""
+    splits(3)
+    rng = np.random.default_rng(9)
+    q, k = (rng.standard_normal((2, n, 24)).astype(np.float32) for n in (3, 700))
+    call = Call(q, k, k[..., :0], q[..., :0], options={}, wrt=())
+    out, lse = forward(call, cuflash.Options())
+    assert out.shape == (2, 3, 0)
+    np.testing.assert_allclose(lse, reference.logsumexp(q, k), rtol=1e-6)
+    assert device.launched[-1] == "cuflash_forward_combine"
 
 
 @pytest.mark.full

@@ -529,3 +529,12 @@ def test_every_array_is_of_one_library():
     refuses("out: got a cupy array", varlen, x, x, x, ends, ends, out=device_x)
     lengths = on_a_gpu((2,), np.int64)
     refuses("kv_lengths: got a cupy array", varlen, x, x, x, ends, ends, kv_lengths=lengths)
+
+
+def test_workspace_of_packed_sequences():
+    q = np.zeros((2, 8, 4))
+    assert cuflash.workspace_size(q, q, q, cu_seqlens_q=[0, 8], cu_seqlens_k=[0, 8]) == 0
+    with pytest.raises(ValueError, match="cu_seqlens_k: got 2 sequences"):
+        cuflash.workspace_size(q, q, q, cu_seqlens_q=[0, 8], cu_seqlens_k=[0, 2, 8])
+    with pytest.raises(TypeError, match="cu_seqlens_k"):
+        cuflash.workspace_size(q, q, q, cu_seqlens_q=[0, 8])

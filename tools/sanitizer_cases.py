@@ -96,6 +96,7 @@ CASES = (
         "few queries, many keys", (2, 2, 3, 64), (2, 2, 2100, 64), head_dim_v=40,
         options={"sink": SLOPES, "kv_lengths": lengths(30, 699)},
     ),
+    Case("more queries, many keys", (1, 2, 100, 64), (1, 2, 2100, 64), wrt=()),
     Case("one key", (2, 2, 257, 64), (2, 2, 1, 64)),
     Case("window", (1, 2, 257, 64), (1, 2, 257, 64), options={"window": (40, 17)}),
     Case("window left", (1, 2, 200, 64), (1, 2, 320, 64), options={"window": (70, None)}),

@@ -175,7 +175,7 @@ def _attention_varlen(
     arguments.check_common(qkv[0], deterministic, workspace, config)
     config = override.of_forward(config)
     pair = arguments.result_pair(out, flag("return_lse", return_lse))
-    ends = _ends(given, cu_seqlens_q, cu_seqlens_k)
+    ends = ends_of(given, cu_seqlens_q, cu_seqlens_k)
     problem = describe_packed(*qkv, chosen, ends, axes=axes, precision=precision, out=pair[0])
     inputs = given | ends | chosen.arrays
     out, lse = arguments.results(xp, pair, problem, inputs, with_lse=True)
@@ -282,7 +282,7 @@ def attention_varlen_backward(
     xp, given, qkv = arguments.operands(q, k, v)
     arguments.check_common(qkv[0], deterministic, workspace, config)
     config = override.of_backward(config)
-    ends = _ends(given, cu_seqlens_q, cu_seqlens_k)
+    ends = ends_of(given, cu_seqlens_q, cu_seqlens_k)
     problem = describe_packed(*qkv, chosen, ends, axes=axes, precision=precision)
     saved = arguments.saved_arrays("attention_varlen", problem, given["q"], dout, out, lse, dlse)
     read = given | ends | chosen.arrays | saved._asdict()
@@ -299,7 +299,7 @@ def attention_varlen_backward(
     return arguments.by_field(gradients, wrt)
 
 
-def _ends(given: dict[str, Array], cu_seqlens_q: Any, cu_seqlens_k: Any) -> dict[str, Array]:
+def ends_of(given: dict[str, Array], cu_seqlens_q: Any, cu_seqlens_k: Any) -> dict[str, Array]:
     """Where sequences end, by name; raise for what is wrong without a look at the values."""
     both = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     ends = {}

@@ -10,10 +10,12 @@ from cuflash._api import float8
 from cuflash._api.arguments import answering, operands
 from cuflash._api.dispatch import launch
 from cuflash._api.paged import workspace_of_pages
+from cuflash._api.varlen import ends_of
 from cuflash._arrays import Array, on_own_device
 from cuflash._errors import wrong_value
 from cuflash._problem.checks import flag
 from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import describe
 
 
@@ -25,6 +27,8 @@ def workspace_size(
     v: Array,
     /,
     *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
     backward: bool = False,
     page_table: Array | None = None,
     options: Options | None = None,
@@ -38,6 +42,8 @@ def workspace_size(
     ----------
     q, k, v, options, axes, precision, **score_options
         As in :func:`attention`.
+    cu_seqlens_q, cu_seqlens_k : integer array or list, (sequences + 1,), optional
+        As in :func:`attention_varlen`, for a call of packed sequences.
     backward : bool
         For :func:`attention_backward` instead of :func:`attention`.
     page_table : integer array, (sequences, pages of a sequence), optional
@@ -68,8 +74,12 @@ def workspace_size(
             fix = "call attention_vjp on keys and values in order"
             raise wrong_value("backward", True, "False: pages have no gradient", fix)
         return workspace_of_pages(q, k, v, page_table, chosen, axes, precision)
-    xp, _, qkv = operands(q, k, v)
-    problem = describe(*qkv, chosen, axes=axes, precision=precision)
+    xp, given, qkv = operands(q, k, v)
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        problem = describe(*qkv, chosen, axes=axes, precision=precision)
+    else:
+        ends = ends_of(given, cu_seqlens_q, cu_seqlens_k)
+        problem = describe_packed(*qkv, chosen, ends, axes=axes, precision=precision)
     if xp is np:
         return 0
     return int(launch().workspace_size(problem, "backward" if backward else "forward"))

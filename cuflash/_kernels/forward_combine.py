@@ -8,7 +8,7 @@ from cuflash._kernels.config import KernelConfig, Operands
 
 
 class Own(NamedTuple):
-    num_warps: int = 4  # that share the parts of a row
+    num_warps: int = 8  # that share the parts of a row
 
 
 class CombineConfig(KernelConfig):

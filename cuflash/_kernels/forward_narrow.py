@@ -52,9 +52,9 @@ class ForwardNarrowConfig(narrow.NarrowConfig):
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """Its tile; the number of rows changes no bit of a row."""
         problem = request.problem
+        own = narrow.fields(cls, request) | _tile(request)._asdict()
         config = cls(
-            **narrow.fields(cls, request),
-            **_tile(request)._asdict(),
+            **own,
             sink=dtype_of(problem.sink),
         )
         return (config,)

@@ -101,10 +101,9 @@ class ForwardConfig(KernelConfig):
         own["paged"] = request.problem.pages is not None
         general = needs_score_math(request.problem) or not own["scale_in_exponent"]
         if split_keys.wanted(request):
-            real = "float64" if own["dtype"] == "float64" else "float32"
-            own |= {"split_keys": True, "out_dtype": real}
+            own |= split_keys.fields(request)
         if own["paged"] or "split_keys" in own:
-            general = general or request.problem.seqlen_q <= split_keys.FEW_ROWS  # narrower tiles
+            general = general or split_keys.few(request.problem)  # narrower tiles (D181)
         held = portable.held(request)
         columns = held.out_general if general else held.out
         own["split_columns"] = portable.split(own["head_dim_v"], columns)

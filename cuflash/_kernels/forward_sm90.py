@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Self
 
-from cuflash._kernels import portable, wgmma
+from cuflash._kernels import portable, split_keys, wgmma
 from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import (
@@ -73,6 +73,7 @@ class Own(NamedTuple):
     num_stages: int  # buffers of k and of v
     num_q_stages: int  # 2: results are staged in one while the other is used
     overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
+    split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
     joins: bool = False  # is there a result over other keys, which this one joins?
 
 
@@ -84,6 +85,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     computes = "out"
     parts = SCORED | {"own": Own}
     tunables = ("block_m", "block_n", "num_stages", "num_q_stages", "overlap_quarters")
+    splits_keys = True
     joins_results = True
 
     def check(self) -> None:
@@ -120,6 +122,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
             ),
             (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
             (partial and pressure > 1, "results in float32 spill beside two such options"),
+            (partial and 128 < problem.head_dim_v <= 192, "results in float32 spill in this tile"),
             (
                 wide and packed and looked_up,
                 "a mask or ids of packed sequences spill in every tile",
@@ -131,6 +134,8 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         fields = wgmma.fields(cls, request, ROWS, _holding(request))
         problem = request.problem
+        if split_keys.wanted(request):
+            fields |= split_keys.fields(request)
         return (cls(**fields, sink=dtype_of(problem.sink), joins=problem.joins),)
 
 

@@ -86,7 +86,8 @@ def _kernel(
 
 FORWARD = _kernel(
     ("q", "k", "v", "out", "lse", "page_table", "so_far"),
-    "head_dim", "head_dim_v", "num_splits", "page_size", "num_pages", strides=("k_page", "v_page"),
+    "head_dim", "head_dim_v", "num_splits", "part_keys", "page_size", "num_pages",
+    strides=("k_page", "v_page"),
 )  # fmt: skip
 COMBINE = _kernel(("out_parts", "lse_parts", "out", "lse"), "head_dim_v", "num_splits")
 DELTA = _kernel(

@@ -2,54 +2,93 @@
 
 One thread block computes each part of each tile, and ``forward_combine.cu`` makes the parts one.
 The parts are whole blocks of keys at places that follow from the arrays' extents, so that neither
-lengths on a device nor what else runs there changes the bits of a row.
+lengths on a device nor what else runs there changes the bits of a row; of a packed sequence, from
+its own length too.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
+from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.request import Request
+from cuflash._problem.float8 import E4M3
 from cuflash._problem.problem import Problem
 
 FEW_ROWS = 64  # of a tile of one query each of a few heads
-#: Keys that are worth a second kernel: of 512 it takes 30 us with host and all, of one kernel 20;
-#: of 4096 (77 queries) 32 and 38 (H100, 8 heads of 64, 2026-11-25).
-FEWEST_KEYS = 2048
-_KEYS_OF_A_ROW = 8  # and for each query; not measured
-_LEAST = 256  # keys of a part
-_OF_RAGGED = 4096  # keys of a part at most, where entries may be shorter than the array
-_MOST = 256  # parts
 
-REASON = "there are fewer tiles than SMs, and the portable kernel splits keys"
+
+class Bounds(NamedTuple):
+    """When keys are split, and into what; in keys, where nothing else is said."""
+
+    fewest: int  # that are worth a second kernel
+    of_a_row: int  # and for each query
+    least: int  # of a part
+    most_of_ragged: int  # of a part, where entries may be shorter than the array
+    most_parts: int
+    packed_parts: int  # of each packed sequence, at most
+
+
+#: H100, 8 heads of 64, 2026-11-25: of 512 keys two kernels take 30 us with host and all, one 20; of
+#: 4096 (77 queries) 32 and 38. (D182)
+BOUNDS = Bounds(2048, 8, 256, 4096, 256, 32)
 
 
 def wanted(request: Request) -> bool:
-    """Whether keys are many, and tiles leave half of the SMs idle or lengths may differ.
-
-    Packed sequences are not split.
-    """
-    problem = request.problem
-    fewest = max(FEWEST_KEYS, _KEYS_OF_A_ROW * problem.seqlen_q)
-    if not request.num_sms or problem.cu_seqlens_q is not None or problem.seqlen_k < fewest:
+    """Whether keys are many, and tiles leave half of the SMs idle or lengths may differ."""
+    problem, bounds = request.problem, BOUNDS
+    if problem.joins or problem.dtype == E4M3 or not request.num_sms:
         return False
-    rows = FEW_ROWS if problem.seqlen_q <= FEW_ROWS else 128
-    tiles = math.prod(problem.batch) * -(-problem.seqlen_q // rows)
+    if problem.seqlen_k < max(bounds.fewest, bounds.of_a_row * problem.seqlen_q):
+        return False
+    if problem.cu_seqlens_q is not None:
+        return _is_ragged(problem)
+    tiles = math.prod(problem.batch) * -(-problem.seqlen_q // (FEW_ROWS if few(problem) else 128))
     return bool(2 * tiles <= request.num_sms or _is_ragged(problem))
+
+
+def suits(kernel: type[KernelConfig], request: Request) -> bool:
+    """Whether a kernel is the one for parts of keys: few rows leave Hopper's tiles half empty.
+
+    (D180)
+    """
+    return not kernel.for_sm90 or (kernel.splits_keys and not few(request.problem))
+
+
+def few(problem: Problem) -> bool:
+    """Whether a tile of few rows holds the queries of an entry, or of a sequence on average."""
+    packed = problem.cu_seqlens_q
+    return bool(problem.seqlen_q <= FEW_ROWS * (1 if packed is None else packed.shape[0] - 1))
+
+
+def fields(request: Request) -> dict[str, Any]:
+    """Fields of a kernel for parts of keys, of which out is as exact as lse."""
+    return {"split_keys": True, "out_dtype": request.problem.lse_dtype.name}
+
+
+def part_keys(problem: Problem, config: Any, parts: int) -> int:
+    """The keys of a part: whole blocks. Of a packed sequence the fewest: ``schedule/tiles.cuh``."""
+    blocks = -(-problem.seqlen_k // config.block_n)
+    if problem.cu_seqlens_q is not None:
+        return int(-(-BOUNDS.least // config.block_n) * config.block_n)
+    return int(-(-blocks // parts) * config.block_n)
 
 
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     """The parts of each tile of a configuration: as many as fill the device once."""
+    bounds = BOUNDS
+    if problem.cu_seqlens_q is not None:
+        return min(bounds.packed_parts, problem.seqlen_k // bounds.least)
     tiles = math.prod(problem.batch) * -(-problem.seqlen_q // config.block_m) * config.split_columns
     blocks = -(-problem.seqlen_k // config.block_n)
     parts = config.blocks_per_sm * num_sms // max(tiles, 1)
     if _is_ragged(problem):
-        parts = max(parts, -(-problem.seqlen_k // _OF_RAGGED))
-    parts = max(1, min(parts, problem.seqlen_k // _LEAST, _MOST))
+        parts = max(parts, -(-problem.seqlen_k // bounds.most_of_ragged))
+    parts = max(1, min(parts, problem.seqlen_k // bounds.least, bounds.most_parts))
     return int(-(-blocks // -(-blocks // parts)))
 
 
 def _is_ragged(problem: Problem) -> bool:
-    few = problem.seqlen_q <= FEW_ROWS
-    return few and problem.kv_lengths is not None and problem.seqlen_k > _OF_RAGGED
+    lengths = problem.kv_lengths is not None or problem.cu_seqlens_q is not None
+    return few(problem) and lengths and problem.seqlen_k > BOUNDS.most_of_ragged

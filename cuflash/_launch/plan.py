@@ -11,6 +11,7 @@ import numpy as np
 from cuflash._errors import wrong_value
 from cuflash._jit.compilation import compile_kernel
 from cuflash._kernels import params as kernel_params
+from cuflash._kernels import split_keys
 from cuflash._kernels.config import ELEMENT_BYTES
 from cuflash._kernels.segment_bounds import IDS, bounds_of, operands_of
 from cuflash._launch import score_params, tensor_map
@@ -153,6 +154,8 @@ def plan_launch(
     filled["head_dim_v"] = problem.head_dim_v
     if "num_splits" in (struct.names or ()):
         filled["num_splits"] = step.splits
+    if getattr(config, "split_keys", False):
+        filled["part_keys"] = split_keys.part_keys(problem, config, step.splits)
     blocks = tiles * owners * getattr(config, "split_columns", 1)
     if "score" in (struct.names or ()):
         filled["head_dim"] = problem.head_dim
@@ -166,13 +169,14 @@ def plan_launch(
         for name in ("k", "v"):
             filled[f"{name}_page"] = layouts[name].page // layouts[name].itemsize
     maps, drawn_on, end = None, None, struct.itemsize
+    draws = config.computes == "out" and not getattr(config, "split_keys", False)
     if config.tensor_maps:
         maps = maps_of(problem, layouts, config, addresses or {})
         end = kernel_params.maps_at(kernel_params.STRUCTS[config.params.replace("Sm90", "")])
         if config.computes == "out":
             filled["score"]["seqlen_k"] = keys_to_load(problem)
-            drawn_on = device if blocks > hardware.multiprocessors else None
-        if config.computes == "out" or (config.computes == "dqkv" and config.cluster_blocks == 1):
+            drawn_on = device if draws and blocks > hardware.multiprocessors else None
+        if draws or (config.computes == "dqkv" and config.cluster_blocks == 1):
             blocks = min(blocks, hardware.multiprocessors)  # draw one tile after the other
         elif config.computes == "dqkv":
             blocks *= config.cluster_blocks  # a cluster computes one tile
@@ -264,13 +268,17 @@ def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresse
     if grid.peeled or (forward and grid.num_owners * tiles > _INDEX_LIMIT):
         return None
     names = tuple(operands)
-    found = []
+    found: list[Any] = []
+    of_parts = getattr(config, "split_keys", False)
     for name in mapped:
         columns = problem.head_dim if name in ("q", "k") else problem.head_dim_v
         rows, box = problem.seqlen_q, config.block_m
         if name not in _OF_QUERIES:
             rows, box = keys_to_load(problem) if forward else problem.seqlen_k, config.block_n
         batch = tuple((extent, steps[names.index(name)]) for extent, steps in grid.axes)
+        if name == "out" and of_parts:  # not stored by the copy engine
+            found.append(found[0])
+            continue
         own = layouts[name]
         # An out of float32, which is stored without its map, counts as columns of 16 bits.
         wider = own.itemsize // problem.dtype.itemsize

@@ -83,7 +83,9 @@ def forward(
             None if so_far is None else so_far.strides, override=config,
         )  # fmt: skip
         stream = cupy.cuda.get_current_stream()
-        if cu_seqlens and plan.launchers[-1].maps is None:
+        if cu_seqlens and plan.workspace.lse_parts and memory is not None:
+            plan.workspace.of_lse_parts(memory).view(problem.lse_dtype).fill(-np.inf)
+        elif cu_seqlens and plan.launchers[-1].maps is None:
             out.fill(0)
             if lse is not None:
                 lse.fill(-np.inf)

@@ -86,6 +86,11 @@ class Workspace(NamedTuple):
             found |= {"out_parts": first, "lse_parts": first + self.out_parts}
         return found
 
+    def of_lse_parts(self, memory: Any) -> Any:
+        """The bytes of scratch memory that are lse of parts."""
+        first = self.addresses(memory.data.ptr)["lse_parts"] - memory.data.ptr
+        return memory.reshape(-1).view("u1")[first : first + self.lse_parts]
+
 
 def parts_layouts(problem: Problem, splits: int) -> dict[str, Layout]:
     """Rows of (parts, head_dim_v) and of (parts,), entries in C order."""

@@ -195,7 +195,7 @@ def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ker
     """The passes of the first kernel of a result that serves; none where none does."""
     request, hardware, access, only = call
     joins = request.problem.joins
-    splits = result == "out" and override is None and not joins and split_keys.wanted(request)
+    splits = result == "out" and override is None and split_keys.wanted(request)
     for kernel in that_compute(result):
         asked = override is None or kernel.kernel == override.kernel
         if not asked or (only is not None and kernel.kernel not in only):
@@ -204,7 +204,7 @@ def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ker
             continue
         if joins and not kernel.joins_results:
             continue
-        if splits and kernel.for_sm90 and not kernel.splits_keys:
+        if splits and not split_keys.suits(kernel, request):
             continue
         if kernel.eligible(request) or (request.problem.pages and not kernel.reads_pages):
             continue

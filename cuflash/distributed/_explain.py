@@ -63,7 +63,7 @@ def explain(
     >>> from cuflash import distributed
     >>> text = distributed.explain((32, 65536, 128), (8, 65536, 128), size=2, enable_gqa=True)
     >>> print(text.splitlines()[-1])
-    auto: all_gather, the fewest bytes of the methods that fit into memory
+    auto: ring, the fewest bytes of the methods that fit into memory
     """
     size = _count("size", size, 1)
     if memory is not None:

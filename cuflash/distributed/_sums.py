@@ -6,6 +6,7 @@ that can, or are merged after it; those of gradients are added.
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -134,9 +135,18 @@ class Summed:
         self._rows.add(rows)
 
 
+@functools.cache
+def _sum(xp: Any) -> Any:
+    return xp.ElementwiseKernel("S a, S b", "T total", "total = T(a + b)", "cuflash_rounded_sum")
+
+
 def rounded_sum(a: Array, b: Array, total: Array) -> Array:
-    """Write the sum of two arrays of sums, rounded."""
-    total[...] = rounded(a + b, total.dtype)
+    """Write the sum of two arrays of sums, rounded, in one pass over memory."""
+    xp = array_module(a)
+    if xp is np:
+        total[...] = rounded(a + b, total.dtype)
+    else:
+        _sum(xp)(a, b, total)
     return total
 
 

@@ -146,8 +146,9 @@ def chosen(
 ) -> tuple[Candidate, str]:
     """The way to run a call, and why in words.
 
-    On one host the fewest bytes of forward and gradient whose memory there is, the first of
-    all_gather, ulysses and ring where two are alike; on several hosts usp, else ring.
+    On one host the fewest bytes of forward and gradient whose memory there is; of two that are
+    alike the ring, whose calls are few and large, before all others. On several hosts usp, else
+    ring.
     """
     found = candidates(extents, size, per_host)
     able = [c for c in found if not c.refusal]
@@ -168,7 +169,7 @@ def chosen(
     if not enough:
         return min(able, key=lambda c: c.backward_memory), "the least memory, though more is taken"
     return (
-        min(enough, key=lambda c: c.forward_bytes + c.backward_bytes),
+        min(enough, key=lambda c: (c.forward_bytes + c.backward_bytes, c.method != "ring")),
         "the fewest bytes of the methods that fit into memory",
     )
 

@@ -55,7 +55,7 @@ struct TileWalk {
 
   CUFLASH_DEVICE explicit TileWalk(const ForwardParams& params)
       : work(Work::of_this_block(params)),
-        score(params.score, work.entry),
+        score(params.score, work.entry, KeyPart::of_this_block(params).keys),
         rows{work.first_row, work.first_row + Config::block_m},
         keys(score.kv_range(rows.begin, rows.end)),
         blocks(score.kv_blocks(rows.begin, rows.end)) {}

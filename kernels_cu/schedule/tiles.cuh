@@ -48,7 +48,8 @@ struct RowTile : OwnedTile {
 };
 
 // The keys of a thread block, where those of a tile are dealt out to several: whole blocks, at
-// places that the extents of the arrays alone decide. All of them elsewhere.
+// places that the extents of the arrays alone decide; part_keys, or of packed sequences, which
+// differ, as often twice as many as all parts hold them. All of them elsewhere.
 template <bool split>
 struct PartOfTile {
   static constexpr int index = 0;
@@ -65,8 +66,13 @@ struct PartOfTile<true> {
 
   CUFLASH_DEVICE static PartOfTile of_this_block(const ForwardParams& params) {
     const int index = tile_of(params.grid, tile_index()).owner % params.num_splits;
-    const int blocks = (params.score.seqlen_k + Config::block_n - 1) / Config::block_n;
-    const int keys = (blocks + params.num_splits - 1) / params.num_splits * Config::block_n;
+    int keys = params.part_keys;
+    if constexpr (Config::cu_seqlens != Dtype::none) {
+      const int sequence = RowTile::of_this_block(params).sequence;
+      const int length = Packing::of_keys(params.score).rows(sequence);
+#pragma unroll 1
+      while (static_cast<int64_t>(keys) * params.num_splits < length) keys *= 2;
+    }
     return {index, {index * keys, (index + 1) * keys}};
   }
   CUFLASH_DEVICE static int owner(const ForwardParams& params, int owner) {

@@ -31,7 +31,7 @@ struct Consumer {
     for (;; q_ring.advance()) {
       const Work work = receive_work(smem, Ring<2>{q_ring.uses});
       if (work.first_row < 0) return;
-      const Score score(params.score, work.entry);
+      const Score score(params.score, work.entry, KeyPart::of_this_block(params).keys);
       const ConsumerRows rows(score, work, warpgroup);
       if constexpr (Score::has_segments) {
         attend_segments(score, rows, work);
@@ -339,7 +339,7 @@ struct Consumer {
       unrolled<2>([&](int half) {
         uint32_t& pair = p_frag[0][t / 2][t % 2 * 2 + half];
         if (own >= 0 && own < tiles) {
-          pair = pack<Config::out_dtype>(s_acc[0][own][2 * half], s_acc[0][own][2 * half + 1]);
+          pair = pack<half_dtype>(s_acc[0][own][2 * half], s_acc[0][own][2 * half + 1]);
           pair = dropped.applied(pair, 0, own, half);
         } else {
           pair = 0;
@@ -492,7 +492,8 @@ struct Consumer {
 
   CUFLASH_DEVICE float* lse_of(const Work& work, const Score& score, int q_idx) const {
     return params.lse + work.entry * params.lse_layout.batch +
-           (score.seqlen.first_q + q_idx) * params.lse_layout.row;
+           (score.seqlen.first_q + q_idx) * params.lse_layout.row +
+           KeyPart::of_this_block(params).index;
   }
 };
 

@@ -32,7 +32,7 @@ struct Producer {
     publish();
 #pragma unroll 1
     while (work.first_row >= 0) {
-      const Score score(params.score, work.entry);
+      const Score score(params.score, work.entry, KeyPart::of_this_block(params).keys);
       const Range rows{work.first_row, work.first_row + Config::block_m};
       const BlockRanges blocks = score.kv_blocks(rows.begin, rows.end);
       VisitedBlocks<Walk::keys> visited(score, blocks, rows);

@@ -32,6 +32,7 @@ constexpr bool stages_out = Config::num_q_stages == 2 && Config::out_dtype == Co
 constexpr int transposers = is_fp8 ? 3 : 0;
 constexpr int first_turn = 1, first_together = first_turn + consumers;  // 0 is __syncthreads
 static_assert(Config::num_threads == 128 * (consumers + 1), "one producer warpgroup");
+static_assert(!Config::split_keys || !is_packed, "a thread block has one part of one tile");
 
 // One tile of queries.
 struct Work {
@@ -55,7 +56,8 @@ struct Work {
   CUFLASH_DEVICE Work(const ForwardSm90Params& params, const Tile& tile, TileOrder& order)
       : Work(params, tile.owner, order.place_of(params, tile.block)) {}
   CUFLASH_DEVICE Work(const ForwardSm90Params& params, int owner, const Place& place)
-      : first_row(place.block * Config::block_m), entry(params.batch, owner, place.sequence) {}
+      : first_row(place.block * Config::block_m),
+        entry(params.batch, KeyPart::owner(params, owner), place.sequence) {}
 };
 
 // Where v of e4m3 lands, before it is transposed.

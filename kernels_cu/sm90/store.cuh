@@ -41,9 +41,8 @@ CUFLASH_DEVICE void stage_rows(const ForwardSm90Params& params, const Work& work
     const auto& o = o_acc[0];
     ptx::stmatrix_x4(
         ptx::shared_address(tile.data[t / 8]) + tile.chunk_offset(row, t % 8 + lane / 16),
-        pack<Config::out_dtype>(o[t][0], o[t][1]), pack<Config::out_dtype>(o[t][2], o[t][3]),
-        pack<Config::out_dtype>(o[t + 1][0], o[t + 1][1]),
-        pack<Config::out_dtype>(o[t + 1][2], o[t + 1][3]));
+        pack<half_dtype>(o[t][0], o[t][1]), pack<half_dtype>(o[t][2], o[t][3]),
+        pack<half_dtype>(o[t + 1][0], o[t + 1][1]), pack<half_dtype>(o[t + 1][2], o[t + 1][3]));
   }
   __syncwarp();  // a row lies in registers of four lanes, and an exact one in all
   for_each_bit(broken, [&](int bit) {
@@ -130,7 +129,7 @@ CUFLASH_DEVICE void store_chunks(const ForwardSm90Params& params, const BatchInd
       uint32_t x[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        x[i] = pack<Config::out_dtype>(o_acc[0][t + i][2 * half], o_acc[0][t + i][2 * half + 1]);
+        x[i] = pack<half_dtype>(o_acc[0][t + i][2 * half], o_acc[0][t + i][2 * half + 1]);
       }
       transpose_quad(x);
       const int q_idx = first_row + fragment_row(0, 2 * half);
@@ -148,9 +147,9 @@ CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex
                                const Seqlen& seqlen, int first_row,
                                const float (&o_acc)[1][o_tiles][4], uint32_t broken,
                                uint32_t without_lse) {
-  if constexpr (Config::out_dtype != Config::dtype) {
-    const RowTarget to(params.out, params.out_layout, entry, seqlen.first_q, params.head_dim_v,
-                       Config::head_dim_v);
+  if constexpr (Config::out_dtype == Dtype::float32) {
+    const RowTarget to(KeyPart::of_this_block(params).out(params), params.out_layout, entry,
+                       seqlen.first_q, params.head_dim_v, Config::head_dim_v);
     store_slice(to, first_row, seqlen.rows_q - first_row, 1, o_acc[0]);
   } else {
     store_chunks(params, entry, seqlen, first_row, o_acc);

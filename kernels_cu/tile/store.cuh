@@ -12,6 +12,7 @@ namespace cuflash {
 // columns wide.
 struct RowTarget {
   using Value = Storage<Config::out_dtype>;
+  static constexpr Dtype halves = sizeof(Value) == 2 ? Config::out_dtype : Dtype::bfloat16;
   struct alignas(2 * sizeof(Value)) Pair {
     Value first, second;
   };
@@ -37,7 +38,7 @@ struct RowTarget {
 
   CUFLASH_DEVICE static Value rounded(Real x) {
     if constexpr (sizeof(Value) == 2) {
-      return static_cast<Value>(pack<Config::out_dtype>(x, 0));
+      return static_cast<Value>(pack<halves>(x, 0));
     } else {
       return static_cast<Value>(x);
     }
@@ -56,7 +57,7 @@ struct RowTarget {
     const bool aligned = reinterpret_cast<uint64_t>(to) % (2 * sizeof(Value)) == 0;
     if (column_stride == 1 && aligned && column + 1 < num_columns) {
       if constexpr (sizeof(Value) == 2) {
-        *reinterpret_cast<uint32_t*>(to) = pack<Config::out_dtype>(first, second);
+        *reinterpret_cast<uint32_t*>(to) = pack<halves>(first, second);
       } else {
         *reinterpret_cast<Pair*>(to) = {rounded(first), rounded(second)};
       }
@@ -113,7 +114,7 @@ CUFLASH_DEVICE void store_slice_wide(const RowTarget& target, int first_row, int
           uint32_t x[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            x[i] = pack<Config::out_dtype>(acc[t + i][2 * half] * factor,
+            x[i] = pack<RowTarget::halves>(acc[t + i][2 * half] * factor,
                                            acc[t + i][2 * half + 1] * factor);
           }
           transpose_quad(x);

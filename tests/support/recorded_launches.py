@@ -19,7 +19,14 @@ import pytest
 from cuflash import _arrays
 from cuflash._jit import compilation
 from cuflash._kernels.config import KernelConfig
-from cuflash._launch import cache, kernel_launcher, plan, run, tensor_map, tile_counters
+from cuflash._launch import (
+    cache,
+    kernel_launcher,
+    plan,
+    run,
+    tensor_map,
+    tile_counters,
+)
 from cuflash._select import hardware as select_hardware
 from support.host_device import DeviceArray, host_device
 

@@ -1,0 +1,143 @@
+"""Is a forward right whose thread blocks share the keys of a tile? Every such kernel, on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash._jit.compilation import compile_static
+from cuflash._problem.problem import describe
+from cuflash._select import hardware
+from cuflash._select.choose import choose
+from cuflash.testing._budget import Budget
+from support import chosen
+from support.problems import Call, make_call, run
+
+#: dtype, queries, keys, head size; on Hopper, by which kernel.
+KERNELS = {
+    "forward_sm90": (np.float16, 100, 4096, 64),
+    "forward_sm90, 128": (np.float16, 130, 2300, 128),
+    "forward_sm90, 256": (np.float16, 70, 2100, 256),
+    "forward_sm80": (np.float16, 3, 4096, 64),
+    "forward_sm80, 256": (np.float16, 9, 2300, 256),
+    "forward_sm80, float64": (np.float64, 70, 2100, 40),
+}
+
+
+def options_of(rows: int, keys: int) -> dict[str, dict[str, Any]]:
+    """Every option that reads arrays, formulas apart, for a batch of 2 with 2 heads."""
+    rng = np.random.default_rng(2)
+    return {
+        "causal": {"causal": True},
+        "window": {"window": (keys // 7, 3), "offset": keys // 2},
+        "sink": {"sink": np.array([1.5, -2.0], np.float32)},
+        "a sink alone": {
+            "sink": np.array([1.5, -2.0], np.float32),
+            "kv_lengths": np.array([[0], [keys]]),
+        },
+        "lengths": {"kv_lengths": np.array([[5], [keys - 7]]), "causal": True},
+        "bias": {"bias": rng.standard_normal((rows, keys)).astype(np.float32)},
+        "mask": {"mask": rng.random((2, 1, rows, keys)) < 0.01},
+        "segments": {
+            "segment_ids": (
+                rng.integers(0, 3, (2, 1, rows)), np.sort(rng.integers(0, 3, (2, 1, keys))),
+            )
+        },
+        "the rest": {
+            "alibi_slopes": np.array([0.1, 0.02], np.float32), "softcap": 4.0, "dropout": 0.3,
+            "seed": 3,
+        },
+    }  # fmt: skip
+
+
+def call_of(kernel: str, options: dict[str, Any]) -> Call:
+    dtype, rows, keys, d = KERNELS[kernel]
+    shapes = (2, 2, rows, d), (2, 2, keys, d), (2, 2, keys, d)
+    return make_call("normal", 1, np.dtype(dtype), *shapes, options=options, wrt=())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plain", *options_of(1, 1)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_parts_of_the_keys_add_up(kernel: str, name: str) -> None:
+    import cupy
+
+    _, rows, keys, _ = KERNELS[kernel]
+    call = call_of(kernel, {"plain": {}, **options_of(rows, keys)}[name])
+    result = run(cupy, call, backward=False, with_out=True)
+    Budget(call).check_forward(result.out, result.lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bits_do_not_depend_on_what_memory_held(kernel: str) -> None:
+    import cupy
+
+    call = call_of(kernel, {"causal": True, "offset": 100})
+    q, k, v = (cupy.asarray(a) for a in (call.q, call.k, call.v))
+    problem = describe(call.q, call.k, call.v, cuflash.Options(**call.options))
+    if hardware.present().hopper:
+        config = chosen.forward_of(problem, hardware.present())
+        assert (config.kernel, config.split_keys) == (kernel.split(",")[0], True)
+    size = cuflash.workspace_size(q, k, v, **call.options)
+    found = set()
+    for byte in (0xFF, 0x45) * 10:
+        workspace = cupy.full(size, byte, cupy.uint8)
+        out, lse = cuflash.attention(q, k, v, return_lse=True, workspace=workspace, **call.options)
+        found.add(out.tobytes() + lse.tobytes())
+    assert len(found) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_packed_sequences_of_few_queries(d: int) -> None:
+    import cupy
+
+    rng = np.random.default_rng(7)
+    rows, keys = np.array([1, 3, 0, 2, 1]), np.array([17, 9000, 40, 0, 2700])
+    ends = [np.cumsum([0, *n]) for n in (rows, keys)]
+    q, k, v = (rng.standard_normal((2, n.sum(), d)).astype(np.float16) for n in (rows, keys, keys))
+    on_device = [cupy.asarray(x) for x in (q, k, v, *ends)]
+    given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), on_device[3:], strict=True))
+    size = cuflash.workspace_size(*on_device[:3], causal=True, **given)
+    assert size > 0
+    found = set()
+    for byte in (0xFF, 0x45) * 10:
+        workspace = cupy.full(size, byte, cupy.uint8)
+        out, lse = cuflash.attention_varlen(
+            *on_device, causal=True, return_lse=True, workspace=workspace
+        )
+        found.add(out.tobytes() + lse.tobytes())
+    assert len(found) == 1
+    for i in range(rows.size):
+        own_q, own_k = (slice(end[i], end[i + 1]) for end in ends)
+        if rows[i]:
+            call = Call(
+                q[:, own_q], k[:, own_k], v[:, own_k], q[:, own_q],
+                options={"causal": True}, wrt=(),
+            )  # fmt: skip
+            Budget(call).check_forward(out[:, own_q].get(), lse[:, own_q].get())
+
+
+def test_the_kernels_of_hopper_are_these() -> None:
+    """Without a GPU: what the table of this file says is chosen."""
+    for kernel in KERNELS:
+        call = call_of(kernel, {})
+        problem = describe(call.q, call.k, call.v, cuflash.Options())
+        config = chosen.forward_of(problem, hardware.typical("sm_90"))
+        assert (config.kernel, config.split_keys) == (kernel.split(",")[0], True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["plain", *options_of(1, 1)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nothing_spills(kernel: str, name: str) -> None:
+    _, rows, keys, _ = KERNELS[kernel]
+    call = call_of(kernel, {"plain": {}, **options_of(rows, keys)}[name])
+    problem = describe(call.q, call.k, call.v, cuflash.Options(**call.options))
+    for step in choose(problem, hardware.typical("sm_90")):
+        report = compile_static(step.config, "sm_90a" if step.config.for_sm90 else "sm_90")
+        assert (report.spill_bytes, report.warnings) == (0, ())
