@@ -64,8 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="a second: within a host, between hosts")  # fmt: skip
     parser.add_argument("--step-us", type=float, default=50.0)
     given = parser.parse_args(argv)
-    machine = Machine(*(1e12 * t for t in given.tflops), tuple(given.kept),
-                      *(1e9 * b for b in given.gbytes), 1e-6 * given.step_us)  # fmt: skip
+    (forward, gradient), (within, between) = given.tflops, given.gbytes
+    machine = Machine(
+        1e12 * forward, 1e12 * gradient, tuple(given.kept),
+        1e9 * within, 1e9 * between, 1e-6 * given.step_us,
+    )  # fmt: skip
     print(f"projected, not measured: {given.ranks} GPUs, causal, head size {HEAD_DIM}")
     print(
         f"{'tokens':>10}{'heads':>8}{'method':>8}{'forward':>10}{'gradient':>10}{'forward, s':>12}"
@@ -73,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for heads in ((32, 8), (32, 32)):
         for tokens in (1 << 20, 1 << 21, 1 << 22, 1 << 23, 1 << 24):
             for method, across in (("ring", 1), ("usp", given.per_host)):
-                found = [seconds(machine, tokens, given.ranks, across, heads, g) for g in (0, 1)]
+                found = [
+                    seconds(machine, tokens, given.ranks, across, heads, g) for g in (False, True)
+                ]
                 ideal = [p * tokens**2 * heads[0] * HEAD_DIM / 2 / c / given.ranks
                          for p, c in ((4, machine.forward), (10, machine.gradient))]  # fmt: skip
                 shares = [i / s for i, s in zip(ideal, found, strict=True)]

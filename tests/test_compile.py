@@ -529,6 +529,13 @@ def test_sources_compile_without_fields(generation: int, pytestconfig: pytest.Co
         "_pair_sm90.cu": {"num_warps": 16, "head_dim": 256, "head_dim_v": 256},
         "backward_sm90.cu": {"num_warps": 16, "block_m": 128, "block_n": 128},
         "_sm90.cu": {"num_warps": 8},
+        "backward_combine.cu": {"block_n": 16},
+        "forward_fp8_sm90.cu": {
+            "dtype": "float8_e4m3fn",
+            "out_dtype": "float16",
+            "num_warps": 8,
+            "num_q_stages": 1,
+        },
         "_narrow.cu": {"block_m": 128, "block_n": 128, "width": 3, "width_v": 3},
         ".cu": {},
     }

@@ -37,10 +37,10 @@ def drawn(dtype: str, width: int, kernel: str, seed: int) -> dict[str, int]:
 )
 @pytest.mark.parametrize("seed", range(2))
 def test_drawn_tiles_compute_the_definition(tmp_path, monkeypatch, dtype, width, seed):
-    forward = "forward_narrow" if width == 3 else "forward_sm80"
+    kind = "narrow" if width == 3 else "sm80"
     tiles = {
         name: drawn(dtype, width, name, seed)
-        for name in (forward, "backward_dq_sm80", "backward_dkv_sm80")
+        for name in (f"forward_{kind}", f"backward_dq_{kind}", f"backward_dkv_{kind}")
     }
     used = set()
 

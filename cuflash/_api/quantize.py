@@ -155,14 +155,16 @@ def _scale(matrices: Array, rows: int, whole: bool, largest: float, xp: ModuleTy
     sizes = xp.where(xp.isfinite(sizes), sizes, 0)
     *batch, m, d = sizes.shape
     blocks = -(-m // rows) if 0 < rows < m else 1
+    if not sizes.size:  # CuPy knows no largest of nothing
+        return xp.ones((1, 1) if whole else (*batch, blocks, 1), np.float32)
     if blocks > 1:
         sizes = xp.pad(sizes, [*[(0, 0)] * len(batch), (0, blocks * rows - m), (0, 0)])
         sizes = sizes.reshape(*batch, blocks, rows, d)
-        amax = sizes.max(axis=(-2, -1), initial=0)[..., None]
+        amax = sizes.max(axis=(-2, -1))[..., None]
     elif whole:
-        amax = sizes.max(initial=0).reshape(1, 1)
+        amax = sizes.max().reshape(1, 1)
     else:
-        amax = sizes.max(axis=(-2, -1), keepdims=True, initial=0)
+        amax = sizes.max(axis=(-2, -1), keepdims=True)
     mantissa, exponent = xp.frexp(amax.astype(np.float32) / np.float32(largest))
     exponent = xp.where(amax == 0, 0, exponent - (mantissa == 0.5))
     return xp.ldexp(np.float32(1), xp.maximum(exponent, _LEAST_EXPONENT)).astype(np.float32)

@@ -19,6 +19,7 @@ ROWS = (
     Row("half", 192, ((64, 32, 4, 2), (64, 32, 4, 1))),
     Row("half", 256, ((64, 32, 4, 2), (64, 32, 4, 1))),
     Row("float32", 16, ((64, 32, 4, 3),), "D161"),
+    Row("float32, general", 16, ((64, 32, 4, 2),)),  # of slopes, where sm_80 spills
     Row("float32", 32, ((64, 16, 4, 2),)),
     *(Row("float32", d, ((64, 16, 4, 2), (64, 16, 4, 1))) for d in (64, 96, 128)),
     Row("float32", 192, ((64, 16, 4, 1), (32, 16, 2, 1))),
@@ -58,7 +59,8 @@ class BackwardScoreConfig(KernelConfig):
     def of(cls, request: Request, grad_of: GradOf, sums_to: SumsTo) -> Self:
         """The first tile of its row that fits; on CUDA cores where none does."""
         own = portable.fields(cls, request) | {"grad_of": grad_of, "sums_to": sums_to}
-        values = portable.candidates(cls, ROWS, request, own, general=False)
+        slopes = grad_of == "alibi_slopes"
+        values = portable.candidates(cls, ROWS, request, own, general=slopes)
         for found in portable.fitting(cls, values, request.smem_limit):
             return found
         return cls.of(request._replace(simt=True), grad_of, sums_to)

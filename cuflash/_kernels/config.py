@@ -123,6 +123,7 @@ class KernelConfig:
     #: Rows of the other side that a thread block may have: a lane has 32 bits for its columns of a
     #: row, ``ColumnBits`` of score/score.cuh.
     streams: ClassVar[Sequence[int]] = range(16, 129, 16)
+    narrowest: ClassVar[int] = HEAD_DIMS[0]  # padded head size
     most_of_simt: ClassVar[int] = 512  # rows of simt/global_tile.cuh
 
     _names: ClassVar[tuple[str, ...]]  # of all fields

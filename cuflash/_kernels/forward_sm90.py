@@ -46,6 +46,7 @@ ROWS = (
     # A softcap alone leaves registers for more; where there are many rows for 192 of them.
     Row("softcap alone", (128, 128), (128, 128, 2, 2, 4), "D102"),
     Row("softcap alone, many rows", (64, 64), (192, 128, 4, 2, 0), "D102"),
+    Row("full softcap alone, many rows, measured", (64, 64), (192, 128, 4, 2, 1), "D103"),
     Row("slopes alone", (128, 128), (128, 128, 2, 2, 4), "D133"),
     # Where packed sequences begin takes registers.
     Row("score math, packed", (256, 256), (128, 48, 2, 1, 0)),
@@ -122,7 +123,10 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
             ),
             (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
             (partial and pressure > 1, "results in float32 spill beside two such options"),
-            (partial and 128 < problem.head_dim_v <= 192, "results in float32 spill in this tile"),
+            (
+                partial and 128 < wgmma.widest(problem) <= 192,
+                "results in float32 spill in this tile",
+            ),
             (
                 wide and packed and looked_up,
                 "a mask or ids of packed sequences spill in every tile",

@@ -83,8 +83,8 @@ def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
         "precision": precision_of(problem),
         "wide_float64": problem.dtype == np.float64 and request.capability >= 90,
         "copy_bytes": request.copy_bytes,
-        "head_dim": padded(problem.head_dim),
-        "head_dim_v": padded(problem.head_dim_v),
+        "head_dim": max(padded(problem.head_dim), kernel.narrowest),
+        "head_dim_v": max(padded(problem.head_dim_v), kernel.narrowest),
         "simt": request.simt,
         **score_config(problem)._asdict(),
     }
@@ -236,6 +236,7 @@ class PartnersConfig(KernelConfig):
     params = "BackwardParams"
     tunables = TUNABLES
     row_warps = 2
+    narrowest = 32  # half the columns are whole panels
 
     def check(self) -> None:
         if self.num_warps % 2:

@@ -59,27 +59,32 @@ struct RowExponents {
   }
 };
 
-// Products of a quarter of an accumulator become exponents under a softcap. Whether the polynomial
-// serves is asked for each quarter: its registers are few then.
+// In so many parts of an accumulator of `tiles` it is asked whether the polynomial serves: its
+// registers are few then.
 template <int tiles>
-CUFLASH_DEVICE void form_exponents(float (&s_acc)[1][tiles][4], int quarter,
+constexpr int exponent_parts = tiles % 4 == 0 ? 4 : 2;
+
+// Products of one of these parts become exponents under a softcap.
+template <int tiles>
+CUFLASH_DEVICE void form_exponents(float (&s_acc)[1][tiles][4], int part,
                                    const RowExponents (&of_row)[2]) {
-  static_assert(!Score::is_capped || tiles % 4 == 0, "whole quarters");
-  const int first = quarter * tiles / 4;
+  constexpr int own = tiles / exponent_parts<tiles>;
+  static_assert(own * exponent_parts<tiles> == tiles, "whole parts");
+  const int first = part * own;
   float largest = 0.0f;
-  unrolled<tiles / 4, 4>([&](int t, int i) {
+  unrolled<own, 4>([&](int t, int i) {
     float& x = s_acc[0][first + t][i];
     x *= of_row[0].score.params.inverse_softcap;
     largest = fmaxf(largest, fabs(x));
   });
   const bool near = largest <= polynomial_end;
   if (warp_agrees(!near)) {
-    unrolled<tiles / 4, 4>([&](int t, int i) {
+    unrolled<own, 4>([&](int t, int i) {
       float& x = s_acc[0][first + t][i];
       x = of_row[i / 2].of_any(x);
     });
   } else {
-    unrolled<tiles / 4, 4>([&](int t, int i) {
+    unrolled<own, 4>([&](int t, int i) {
       float& x = s_acc[0][first + t][i];
       x = of_row[i / 2](x, 0);
     });

@@ -29,7 +29,7 @@ struct Formulas : FormulaArrays {
       : FormulaArrays{params}, b(entry), h(head) {}
 
   CUFLASH_DEVICE Real formula_score(Real score, int q, int k) const {
-    place(q, k);
+    formula_place(q, k);
     return static_cast<Real>(
 #include "formulas/score_mod.expression"
     );
@@ -37,21 +37,21 @@ struct Formulas : FormulaArrays {
 
   // d formula_score / d score
   CUFLASH_DEVICE Real formula_grad(Real score, int q, int k) const {
-    place(q, k);
+    formula_place(q, k);
     return static_cast<Real>(
 #include "formulas/score_mod.grad"
     );
   }
 
   CUFLASH_DEVICE bool formula_mask(int q, int k) const {
-    place(q, k);
+    formula_place(q, k);
     return static_cast<bool>(
 #include "formulas/mask_mod.expression"
     );
   }
 
  private:
-  CUFLASH_DEVICE void place(int& q, int& k) const {
+  CUFLASH_DEVICE void formula_place(int& q, int& k) const {
     q += formula_params.first_query;
     k += formula_params.first_key;
   }

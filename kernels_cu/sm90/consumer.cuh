@@ -307,7 +307,7 @@ struct Consumer {
     const RowExponents of_row[2] = {{score, lane.row, lane.key, softmax.shift[0]},
                                     {score, lane.row + 8, lane.key, softmax.shift[1]}};
     if constexpr (Score::is_capped) {
-      unrolled<4>([&](int quarter) { form_exponents(s_acc, quarter, of_row); });
+      unrolled<exponent_parts<s_tiles>>([&](int part) { form_exponents(s_acc, part, of_row); });
       exponentiate(s_acc, [](float exponent, int, int) { return exponent; });
     } else {
       exponentiate(s_acc, [&](float product, int t, int i) {
