@@ -15,8 +15,8 @@ constexpr bool halves_first = halves && Score::masks_before_full;
 // Full blocks are weighed against the rows' reference as it is: see Consumer::next_full_block. At
 // wide heads products take so long that it gains nothing. (D1) A softcap or slopes beside segments
 // or packed sequences leave no registers for it.
-constexpr bool is_light_enough = Config::scale_in_exponent ||
-                                 (!Score::has_segments && Config::cu_seqlens == Dtype::none);
+constexpr bool is_light_enough =
+    Config::scale_in_exponent || (!Score::has_segments && Config::cu_seqlens == Dtype::none);
 constexpr bool keeps_reference = Score::exponent_of_product && is_light_enough &&
                                  !Config::dropout && Config::head_dim <= 128 && !is_fp8;
 constexpr bool may_bend = Score::has_slopes;
