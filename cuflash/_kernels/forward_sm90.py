@@ -48,6 +48,8 @@ ROWS = (
     Row("softcap alone, many rows", (64, 64), (192, 128, 4, 2, 0), "D102"),
     Row("full softcap alone, many rows, measured", (64, 64), (192, 128, 4, 2, 1), "D103"),
     Row("slopes alone", (128, 128), (128, 128, 2, 2, 4), "D133"),
+    # Lengths, bounds and drawn bits leave no registers for 96 keys (NVRTC 13.5).
+    Row("dropout", (192, 192), (128, 64, 2, 1, 0)),
     # Where packed sequences begin takes registers.
     Row("score math, packed", (256, 256), (128, 48, 2, 1, 0)),
     Row("score math, left bound", (192, 128), (128, 112, 2, 1, 0)),
@@ -167,6 +169,7 @@ def _holding(request: Request) -> dict[str, bool]:
         f"{alone} alone": bool(alone),
         f"{full}{alone} alone": bool(alone),
         "measured": request.measured,
+        "dropout": problem.dropout > 0,
         "packed": packed,
         "left bound": sliding,
         "bias": biased,

@@ -21,9 +21,11 @@ CUFLASH_DEVICE Real kept_scale(const ScoreParams& params) {
 // 8).
 CUFLASH_DEVICE RandomWords drawn(const Score& score, int q_block, int q_low, int k_block,
                                  int k_pair) {
-  const int q_before = score.params.first_query / 16, k_before = score.params.first_key / 16;
-  return philox(4 * (k_block + k_before) + k_pair, 8 * (q_block + q_before) + q_low,
-                score.entry_number, score.params.dropout_seed);
+  // 16 queries, or keys, take 8 or 4 counters; parts of a call begin at multiples of 16.
+  const uint32_t before_q = static_cast<uint32_t>(score.params.first_query) >> 1;
+  const uint32_t before_k = static_cast<uint32_t>(score.params.first_key) >> 2;
+  return philox(4 * k_block + k_pair + before_k, 8 * q_block + q_low + before_q, score.entry_number,
+                score.params.dropout_seed);
 }
 
 CUFLASH_DEVICE bool keeps(const Score& score, uint32_t word, int half) {
