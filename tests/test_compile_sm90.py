@@ -176,7 +176,7 @@ def test_results_in_float32_and_such_as_join_others(generation: int) -> None:
     """Every second one compiled by each NVRTC."""
     found = []
     for name in ("none", "causal", "dropout", "window"):
-        for head_dims in set(HEAD_SIZES) - {(192, 192)}:
+        for head_dims in set(HEAD_SIZES) - {(192, 192), (192, 128)}:
             case = {**PLAIN, **OPTIONS[name], **SERVED, "head_dims": head_dims}
             config = config_of(case, LARGE)
             found += [config.replace(joins=True), config.replace(out_dtype="float32")]

@@ -64,6 +64,7 @@ ROWS = (
     Row("bias", (192, 192), (128, 64, 2, 1, 0)),
     Row("bias", (256, 256), (128, 48, 2, 1, 0)),
     # Segments, whose ids are looked up for each key, or a left bound with packing or a bias.
+    Row("crowded, packed", (128, 128), (128, 64, 2, 2, 0)),
     Row("crowded", (192, 128), (128, 64, 2, 1, 0)),
     Row("crowded", (192, 192), (128, 48, 2, 1, 0)),
 )
