@@ -523,6 +523,12 @@ def test_sources_compile_without_fields(generation: int, pytestconfig: pytest.Co
     assert compiler is not None
     wide = {"dtype": "float32", "out_dtype": "float32", "num_warps": 12}
     others = {
+        "forward_fp8_sm90.cu": {
+            "dtype": "float8_e4m3fn",
+            "out_dtype": "float16",
+            "num_warps": 8,
+            "num_q_stages": 1,
+        },
         "_partners.cu": {"partners": 2, "dtype": "float64", "out_dtype": "float64", "block_m": 32},
         "dkv_tf32_sm90.cu": wide | {"block_m": 32, "block_n": 128},
         "_tf32_sm90.cu": wide | {"block_m": 128, "block_n": 32},
@@ -530,12 +536,6 @@ def test_sources_compile_without_fields(generation: int, pytestconfig: pytest.Co
         "backward_sm90.cu": {"num_warps": 16, "block_m": 128, "block_n": 128},
         "_sm90.cu": {"num_warps": 8},
         "backward_combine.cu": {"block_n": 16},
-        "forward_fp8_sm90.cu": {
-            "dtype": "float8_e4m3fn",
-            "out_dtype": "float16",
-            "num_warps": 8,
-            "num_q_stages": 1,
-        },
         "_narrow.cu": {"block_m": 128, "block_n": 128, "width": 3, "width_v": 3},
         ".cu": {},
     }
