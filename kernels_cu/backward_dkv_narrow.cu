@@ -66,19 +66,14 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
   VisitedBlocks<Walk::queries> visited(score, blocks, tile);
   int block = visited.first_from(blocks.begin);
   if (block >= blocks.end) return;
-  const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
-  const RowSource q(params.q, params.q_layout, entry, first_q, params.head_dim);
-  const RowSource k(params.k, params.k_layout, entry, first_k, params.head_dim);
-  const RowSource v(params.v, params.v_layout, entry, first_k, params.head_dim_v);
-  const RowSource dout(params.dout, params.dout_layout, entry, first_q, params.head_dim_v);
-  const RowStatistics* statistics = params.rows + entry * params.rows_layout.batch + first_q;
+  const NarrowRows from(params, entry, score.seqlen);
   const int first_key = tile.begin + threadIdx.x;
   const WarpPowers power;
   bool hides = false;
 #pragma unroll
   for (int r = 0; r < rows; ++r) {
     const int kv_idx = first_key + r * Config::num_threads;
-    own[r].key.load(k, v, score, kv_idx, kv_idx < score.seqlen.k);
+    own[r].key.load(from.k, from.v, score, kv_idx, kv_idx < score.seqlen.k);
     hides |= own[r].key.hides();
   }
   hides = warp_agrees(hides);
@@ -90,7 +85,8 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
     for (int i = threadIdx.x; i < Config::block_m; i += Config::num_threads) {
       const int q_idx = first_row + i;
       const RowStatistics none{infinity(), 0};
-      smem.queries[i].load(q, dout, queries.contains(q_idx) ? statistics[q_idx] : none, q_idx);
+      const RowStatistics found = queries.contains(q_idx) ? from.statistics[q_idx] : none;
+      smem.queries[i].load(from.q, from.dout, found, q_idx);
     }
     __syncthreads();  // the queries are there
     if (looks_up || hides || blocks.masked(block) || !visited.of_one_segment(block)) {

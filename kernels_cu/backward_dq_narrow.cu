@@ -60,18 +60,13 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
   VisitedBlocks<Walk::keys> visited(score, blocks, tile);
   int block = visited.first_from(blocks.begin);
   if (block >= blocks.end) return;
-  const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
-  const RowSource q(params.q, params.q_layout, entry, first_q, params.head_dim);
-  const RowSource k(params.k, params.k_layout, entry, first_k, params.head_dim);
-  const RowSource v(params.v, params.v_layout, entry, first_k, params.head_dim_v);
-  const RowSource dout(params.dout, params.dout_layout, entry, first_q, params.head_dim_v);
-  const RowStatistics* statistics = params.rows + entry * params.rows_layout.batch + first_q;
+  const NarrowRows from(params, entry, score.seqlen);
   const int first_row = tile.begin + threadIdx.x;
   const WarpPowers power;
 #pragma unroll
   for (int r = 0; r < rows; ++r) {
     const int q_idx = first_row + r * Config::num_threads;
-    own[r].query.load(q, dout, score.seqlen.statistics(statistics, q_idx), q_idx);
+    own[r].query.load(from.q, from.dout, score.seqlen.statistics(from.statistics, q_idx), q_idx);
   }
 #pragma unroll 1
   for (; block < blocks.end; block = visited.next_after(block)) {
@@ -80,7 +75,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
     __syncthreads();  // every thread is done with the block before
 #pragma unroll 1
     for (int i = threadIdx.x; i < Config::block_n; i += Config::num_threads) {
-      smem.keys[i].load(k, v, score, first_key + i, keys.contains(first_key + i));
+      smem.keys[i].load(from.k, from.v, score, first_key + i, keys.contains(first_key + i));
       hides |= smem.keys[i].hides();
     }
     hides = __syncthreads_or(hides);  // the keys are there

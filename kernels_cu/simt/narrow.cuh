@@ -72,6 +72,20 @@ struct alignas(16) Query {
   }
 };
 
+// Where the gradients of a batch entry read rows.
+struct NarrowRows {
+  RowSource q, k, v, dout;
+  const RowStatistics* statistics;
+
+  CUFLASH_DEVICE NarrowRows(const BackwardParams& params, const BatchIndex& entry,
+                            const Seqlen& seqlen)
+      : q(params.q, params.q_layout, entry, seqlen.first_q, params.head_dim),
+        k(params.k, params.k_layout, entry, seqlen.first_k, params.head_dim),
+        v(params.v, params.v_layout, entry, seqlen.first_k, params.head_dim_v),
+        dout(params.dout, params.dout_layout, entry, seqlen.first_q, params.head_dim_v),
+        statistics(params.rows + entry * params.rows_layout.batch + seqlen.first_q) {}
+};
+
 // What a pair that sees each other, within its bounds, adds to the gradients of both.
 struct PairGradient {
   Real p;   // probability, if it is kept

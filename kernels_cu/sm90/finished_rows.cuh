@@ -1,0 +1,114 @@
+// What the 64 rows of a warpgroup come to: their sums become out and lse, or join what is there.
+#pragma once
+
+#include "sm90/softmax.cuh"
+#include "sm90/store.cuh"
+
+namespace cuflash {
+
+struct FinishedRows {
+  const ForwardSm90Params& params;
+  SharedMemory& smem;
+  const int warpgroup;  // of the consumers
+  SplitSoftmax& softmax;
+  float (&o_acc)[1][o_tiles][4];
+
+  // out and lse of these 64 rows; rows that saw nothing become +0 and lse_without_keys.
+  CUFLASH_DEVICE void write(const Work& work, const Score& score, int q_stage) {
+    const int thread = ptx::thread_index(), lane = thread % 32;
+    const int tile_row = 64 * warpgroup + 16 * (thread / 32 % 4);
+    const int warp_row = work.first_row + tile_row;
+    const int num_rows = min(max(score.seqlen.q - warp_row, 0), 16);
+    const uint32_t non_finite = non_finite_rows(o_acc[0]);
+    softmax.finish();
+    bool hidden[2], unsure[2];
+    float factor[2], before[2] = {};
+    const float value_unit = kept_scale(params.score) * weight_unit * score.value_scale(work.entry);
+    unrolled<2>([&](int half) {
+      const float sum = softmax.row_sum[0][half];
+      unsure[half] = is_unsure(score, softmax.reference(score, 0, half), sum);
+      hidden[half] = fragment_row(0, 2 * half, lane) >= num_rows || sum == 0.0f;  // or at least 1
+      const RowEnd end = end_of_row(score, work.entry, softmax.row_max[0][half], sum);
+      factor[half] = hidden[half] ? 0.0f : __fdividef(value_unit * end.weight, end.sum);
+      if constexpr (Config::joins) {
+        const int q_idx = warp_row + fragment_row(0, 2 * half, lane);
+        const bool exists = q_idx < score.seqlen.rows_q;
+        const Joined joined(exists ? *lse_of(work, score, q_idx) : -infinity(),
+                            hidden[half] ? score.lse_without_keys(work.entry, q_idx) : end.lse);
+        factor[half] *= joined.now;
+        before[half] = joined.before;
+      }
+    });
+    const uint32_t existing = (1u << num_rows) - 1;
+    const uint32_t without_lse = marked_rows(unsure[0], unsure[1]) & existing;
+    const uint32_t broken = non_finite & existing | without_lse;
+    bool cleared[2] = {hidden[0], hidden[1]};
+    if constexpr (Config::joins) {  // what is there stays for rows that are computed again
+      unrolled<2>([&](int half) {
+        const bool again = broken >> fragment_row(0, 2 * half, lane) & 1;
+        cleared[half] |= again;
+        factor[half] = again ? 0.0f : factor[half];
+        before[half] = again ? 1.0f : before[half];
+      });
+    }
+    if (warp_agrees(non_finite != 0)) {  // 0 * NaN is not 0
+      unrolled<o_tiles, 4>(
+          [&](int t, int i) { o_acc[0][t][i] = cleared[i / 2] ? 0.0f : o_acc[0][t][i]; });
+    }
+    unrolled<o_tiles, 4>([&](int t, int i) {
+      o_acc[0][t][i] = fmaf(o_acc[0][t][i], factor[i / 2], 0.0f);  // -1 * 0 alone is -0
+    });
+    if constexpr (Config::joins) add_so_far(work, score, warp_row, before);
+    if constexpr (stages_out) {
+      // These rows of q were read by this warpgroup alone, which is done with them.
+      stage_rows(params, work, smem.q[q_stage], tile_row, o_acc, broken, without_lse);
+      arrive_as_warp(smem.o_full[q_stage][warpgroup]);
+    } else {
+      store_rows(params, work.entry, score.seqlen, warp_row, o_acc, broken, without_lse);
+    }
+    // The first lane of a quad has the upper row, the second the lower.
+    const int q_idx = warp_row + lane / 4 + 8 * (lane % 4);
+    const bool lower = lane % 4 == 1;
+    const RowEnd end =
+        end_of_row(score, work.entry, lower ? softmax.row_max[0][1] : softmax.row_max[0][0],
+                   lower ? softmax.row_sum[0][1] : softmax.row_sum[0][0]);
+    const float value =
+        (lower ? hidden[1] : hidden[0]) ? score.lse_without_keys(work.entry, q_idx) : end.lse;
+    float* at = lse_of(work, score, q_idx);
+    const bool is_own =
+        lane % 4 < 2 && q_idx < score.seqlen.rows_q && (without_lse >> (q_idx - warp_row) & 1) == 0;
+    if (params.lse != nullptr && is_own) *at = Config::joins ? Joined(*at, value).lse : value;
+    __syncwarp();  // the compiler takes the warp for diverged else: see warp_agrees
+  }
+
+ private:
+  // Adds `before` times the rows of float32 that these join. (D170)
+  CUFLASH_DEVICE void add_so_far(const Work& work, const Score& score, int warp_row,
+                                 const float (&before)[2]) {
+    const float* entry = params.so_far + work.entry * params.so_far_layout.batch +
+                         score.seqlen.first_q * params.so_far_layout.row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q_idx = warp_row + fragment_row(0, 2 * half);
+      if (q_idx >= score.seqlen.rows_q) continue;
+      const float* row = entry + q_idx * params.so_far_layout.row;
+#pragma unroll
+      for (int t = 0; t < o_tiles; ++t) {
+        const int column = fragment_column(t, 0);
+        if (column >= params.head_dim_v) continue;
+        const float2 there = *reinterpret_cast<const float2*>(row + column);
+        float (&o)[4] = o_acc[0][t];
+        o[2 * half] = fmaf(before[half], there.x, o[2 * half]);
+        o[2 * half + 1] = fmaf(before[half], there.y, o[2 * half + 1]);
+      }
+    }
+  }
+
+  CUFLASH_DEVICE float* lse_of(const Work& work, const Score& score, int q_idx) const {
+    return params.lse + work.entry * params.lse_layout.batch +
+           (score.seqlen.first_q + q_idx) * params.lse_layout.row +
+           KeyPart::of_this_block(params).index;
+  }
+};
+
+}  // namespace cuflash
