@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -133,8 +134,13 @@ def _install(rehearsal: Rehearsal) -> None:
         setattr(module, name, rehearsal.filling(getattr(module, name), fill))
     for name in ("check_forward", "check_backward", "check_probe"):
         setattr(Budget, name, _of_small_calls(getattr(Budget, name)))
+    subprocess.Popen = _refused_process  # type: ignore[assignment,misc]
     # A known call has its checks again: only they know the arrays.
     run.repeated_forward = run.repeated_backward = lambda *_: lambda *_: None
+
+
+def _refused_process(*_: Any, **__: Any) -> Any:
+    return cupy_stand_in.skip("the device of another process")
 
 
 _BINDINGS = ("runtime", "driver")

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from cuflash._api import paged, quantize, varlen
-from cuflash._api.kv_cache import KVCache
-from cuflash._api.rotary import Turns
 from cuflash._arrays import Array, rounded
+from cuflash._host import cache as host_cache
 from cuflash._host.backward import backward as host_backward
 from cuflash._host.forward import forward as host_forward
 from cuflash._host.tiles import operations
@@ -18,6 +17,7 @@ from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem
 from cuflash._results import Saved
 
+_OF_CACHES = ("grow", "write", "take", "turn")
 _OPERATIONS = 3e9  # of a call that the CPU path computes
 
 
@@ -25,9 +25,9 @@ def seams() -> list[tuple[Any, str, Callable[..., Any]]]:
     """Functions that launch kernels, by module and name, and what writes their results."""
     from cuflash._launch import cache, float8, run
 
+    of_caches = [(cache, name, getattr(host_cache, name)) for name in _OF_CACHES]
     return [
-        (run, "forward", _forward), (run, "backward", _backward), (cache, "turn", _turn),
-        (cache, "grow", _grow), (cache, "write", _write), (cache, "take", _take),
+        (run, "forward", _forward), (run, "backward", _backward), *of_caches,
         (float8, "dequantized", _dequantized), (float8, "quantized", _quantized),
     ]  # fmt: skip
 
@@ -76,57 +76,6 @@ def _backward(
         varlen._backward_on_the_host(problem, options, cu_seqlens, (q, k, v), saved, gradients)
     else:
         host_backward(problem, (q, k, v), options, saved, gradients, origin=problem.origin)
-
-
-def _turn(
-    x: Array, out: Array, positions: Any, frequencies: Array | None, num_pairs: int,
-    rotation: str, *, inverse: bool,
-) -> None:  # fmt: skip
-    Turns(frequencies, num_pairs, rotation).turned(x, positions, out=out, inverse=inverse)
-
-
-def _grow(
-    page_table: Array, lengths: Array, dropped: Array, counts: Array | None, starts: Array,
-    sources: Array, taken: Array, *, page_size: int, max_length: int, num_tokens: int,
-) -> None:  # fmt: skip
-    cache = KVCache.__new__(KVCache)  # whose pages have a number and a size
-    cache._k = np.empty((len(taken) + 1, 1, page_size, 0))
-    cache._max_length = max_length
-    cache.page_table, cache.lengths = page_table, lengths
-    start = lengths.astype(np.int64)
-    wanted = start + (num_tokens if counts is None else np.clip(counts, 0, num_tokens))
-    page_table[...], end, sources[...] = cache._with_new_pages(start, wanted)
-    dropped += (wanted - end).astype(dropped.dtype)
-    starts[...], lengths[...] = start, end
-
-
-def _write(
-    k: Array, v: Array, k_pages: Array, v_pages: Array, frequencies: Array | None,
-    page_table: Array, starts: Array, lengths: Array, sources: Array, *, rotation: str,
-    num_pairs: int,
-) -> None:  # fmt: skip
-    size, scratch = k_pages.shape[2], len(k_pages) - 1
-    start = starts.astype(np.int64)
-    at = start[:, None] + np.arange(k.shape[2])
-    if rotation != "none":
-        k = Turns(frequencies, num_pairs, rotation).turned(k, at[:, None])
-    own = page_table[np.arange(len(start)), start // size % page_table.shape[1]]
-    page = np.where(sources < scratch, own, scratch)
-    columns = np.minimum(at // size, page_table.shape[1] - 1)
-    of_key = np.where(at < lengths[:, None], np.take_along_axis(page_table, columns, 1), scratch)
-    for pages, new in ((k_pages, k), (v_pages, v)):
-        pages[page] = pages[sources]
-        pages.swapaxes(1, 2)[of_key, at % size] = np.swapaxes(new, 1, 2)
-
-
-def _take(
-    page_table: Array, lengths: Array, old_table: Array, old_lengths: Array, parents: Array,
-    kept: Array | None,
-) -> None:  # fmt: skip
-    found = np.clip(parents, 0, len(lengths) - 1)
-    own = np.where(parents < 0, 0, old_lengths[found])
-    page_table[...] = old_table[found]
-    lengths[...] = own if kept is None else np.clip(kept, 0, own)
 
 
 def _dequantized(_: str, array: Array, factor: Any, out: Array) -> None:
