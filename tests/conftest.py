@@ -63,8 +63,10 @@ def why_no_gpu() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run."""
+    rehearsed = config.getoption("--rehearse") is not None
     reasons = {
-        "gpu": "" if config.getoption("--rehearse") else why_no_gpu(),
+        "gpu": "" if rehearsed else why_no_gpu(),
+        "not_rehearsed": "there is no device" if rehearsed else "",
         "nvrtc": why_no_nvrtc(),
         "slow": "" if config.getoption("--slow") else "not asked for with --slow",
     }
