@@ -41,8 +41,9 @@ _REFUSED = (ValueError, TypeError, NotImplementedError, IndexError)
 class Rehearsal:
     """A run of tests, the kernels that they launch, and why the running one lacks results."""
 
-    def __init__(self) -> None:
-        self.kernels: dict[tuple[str, str], None] = {}  # kernel as JSON, test
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.kernels: set[str] = set()  # of the running test, as lines
         self.test = ""
         self.unfilled = ""
 
@@ -50,8 +51,8 @@ class Rehearsal:
         """Stand for `compilation._function`."""
         arch = compilation.architecture(config, hardware.typical(ARCH).capability)
         compilation.source_of(config, arch)  # its fields have to be known to the source
-        own = {"arch": arch, "config": config_as_json(config)}
-        self.kernels[json.dumps(own), self.test] = None
+        own = {"arch": arch, "config": config_as_json(config), "test": self.test}
+        self.kernels.add(json.dumps(own) + "\n")
         return SimpleNamespace(ptr=1), None
 
     def filling(self, launch: Callable[..., Any], fill: Callable[..., Any]) -> Any:
@@ -76,7 +77,13 @@ class Rehearsal:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.test, self.unfilled = item.nodeid, ""
-        return (yield)
+        _forget()
+        try:
+            return (yield)
+        finally:
+            with self.path.open("a") as file:  # at once, whoever else writes
+                file.write("".join(sorted(self.kernels)))
+            self.kernels.clear()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
@@ -139,6 +146,15 @@ def _install(rehearsal: Rehearsal) -> None:
     run.repeated_forward = run.repeated_backward = lambda *_: lambda *_: None
 
 
+def _forget() -> None:
+    """Let a test ask for its kernels, whatever was asked for before."""
+    from cuflash._launch import cache, plan_cache
+
+    plan_cache.forget()
+    cache.forget()
+    compilation.compile_kernel.cache_clear()
+
+
 def _refused_process(*_: Any, **__: Any) -> Any:
     return cupy_stand_in.skip("the device of another process")
 
@@ -159,16 +175,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--rehearse") is not None:
-        rehearsal = Rehearsal()
+    path = config.getoption("--rehearse")
+    if path is not None:
+        rehearsal = Rehearsal(path.absolute())
         _install(rehearsal)
         config.pluginmanager.register(rehearsal, "rehearsal")
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Add the kernels to the file; a line is written at once, whoever else writes."""
-    rehearsal = session.config.pluginmanager.get_plugin("rehearsal")
-    if rehearsal is not None:
-        lines = [f'{own[:-1]}, "test": {json.dumps(test)}}}\n' for own, test in rehearsal.kernels]
-        with session.config.getoption("--rehearse").open("a") as file:
-            file.write("".join(lines))
