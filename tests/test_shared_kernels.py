@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support import problems
-from support.shared_kernels import kinds
+from support.shared_kernels import Kind, kinds
 
 LIMITS = problems._DEVICE
 KINDS = kinds(LIMITS.dtypes, LIMITS.option_sets, LIMITS.head_dims)
@@ -19,10 +19,22 @@ def test_every_dtype_meets_every_set_of_options() -> None:
     met = {(kind.dtypes, kind.options) for kind in KINDS}
     for dtype, options in itertools.product(LIMITS.dtypes, LIMITS.option_sets):
         assert ((dtype,) * 3, options) in met
-    for name in ("head_dim", "aligned", "integers", "own_floats", "window"):
-        for dtype in LIMITS.dtypes:
-            of_dtype = {getattr(kind, name) for kind in KINDS if kind.dtypes == (dtype,) * 3}
-            assert of_dtype == {getattr(kind, name) for kind in KINDS}, (name, dtype)
+    for dtypes in {kind.dtypes for kind in KINDS if len(set(kind.dtypes)) == 1}:
+        places = [(kind.head_dim, kind.aligned) for kind in KINDS if kind.dtypes == dtypes]
+        assert set(map(max, zip(*places, strict=True))) == {64, True}, dtypes
+        assert set(map(min, zip(*places, strict=True))) == {40, False}, dtypes
+    assert {kind.integers for kind in KINDS} == {"", "int32", "int64"}
+    assert {kind.window for kind in KINDS} == {(True, True), (True, False), (False, True)}
+
+
+def test_properties_share_the_kinds_of_an_option_set() -> None:
+    def of(*options: str) -> set[Kind]:
+        return set(kinds(LIMITS.dtypes, LIMITS.option_sets, LIMITS.head_dims, options))
+
+    assert {kind.options for kind in of("sink")} == {frozenset(), frozenset({"sink"})}
+    assert of("sink") <= of("sink", "causal") | {
+        own for own in of("sink") if len({*own.dtypes}) > 1
+    }
 
 
 @given(data=st.data())

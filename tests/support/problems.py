@@ -350,7 +350,10 @@ def calls(
     aligned, kind = st.booleans(), None
     of_kind: dict[str, Any] = {"dtypes": limits.dtypes, "head_dims": limits.head_dims}
     if limits.option_sets is not None:
-        kind = draw(st.sampled_from(kinds(limits.dtypes, limits.option_sets, limits.head_dims)))
+        those = (drawn["options"],) if "options" in drawn else ()
+        kind = draw(
+            st.sampled_from(kinds(limits.dtypes, limits.option_sets, limits.head_dims, *those))
+        )
         aligned, of_kind = st.just(kind.aligned), kind.drawn
     call = draw(
         testing.calls(

@@ -8,7 +8,7 @@ set of options, with one choice of all else; shapes, values and places are drawn
 
 from __future__ import annotations
 
-import itertools
+import random
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from cuflash import testing
-from cuflash.testing._strategies import DTYPES
+from cuflash.testing._strategies import ALL_OPTIONS, DTYPES
 
 CallT = TypeVar("CallT", bound=testing.Call)
 #: The dtypes of q, k and v where they are not one: the narrowest is drawn, and widened.
@@ -75,20 +75,29 @@ class Kind(NamedTuple):
 
 
 def kinds(
-    dtypes: Sequence[str], option_sets: Sequence[Collection[str]], head_dims: Sequence[int]
+    dtypes: Sequence[str],
+    option_sets: Sequence[Collection[str]],
+    head_dims: Sequence[int],
+    options: Collection[str] = ALL_OPTIONS,
 ) -> tuple[Kind, ...]:
-    """Every dtype with every set of options, and dtypes that are mixed."""
-    same = [((name,) * 3, own) for name, own in itertools.product(dtypes, option_sets)]
-    mixed = [(own, option_sets[i % len(option_sets)]) for i, own in enumerate(_MIXED)]
-    sides = ((True, True), (True, False), (False, True))
-    return tuple(
-        Kind(
-            own, frozenset(options),
-            head_dim=head_dims[(i + i // len(option_sets)) % len(head_dims)],
-            aligned=(i // 2 + i // len(option_sets)) % 2 == 0,
-            integers=("int32", "", "int64")[i % 3],
-            own_floats=i // 3 % 2 == 0,
-            window=sides[i % 3],
-        )
-        for i, (own, options) in enumerate((*same, *mixed))
-    )  # fmt: skip
+    """Every dtype with every set of options that may be set, and dtypes that are mixed.
+
+    All else follows from these two, so that two properties have the kernels of a set in common.
+    """
+    own = [frozenset(names) & frozenset(options) for names in option_sets]
+    pairs = [((dtype,) * 3, names) for dtype in dtypes for names in dict.fromkeys(own)]
+    pairs += zip(_MIXED, own, strict=False)
+    return tuple(_kind(*pair, head_dims) for pair in pairs)
+
+
+def _kind(dtypes: tuple[str, str, str], options: frozenset[str], head_dims: Sequence[int]) -> Kind:
+    rng = random.Random(f"{dtypes} {sorted(options)}")
+    return Kind(
+        dtypes,
+        options,
+        head_dim=rng.choice(head_dims),
+        aligned=rng.choice((True, False)),
+        integers=rng.choice(("int32", "int64", "")),
+        own_floats=rng.choice((True, False)),
+        window=rng.choice(((True, True), (True, False), (False, True))),
+    )
