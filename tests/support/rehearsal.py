@@ -34,8 +34,6 @@ from support.cupy_stand_in import to_host
 
 ARCH = "sm_90"
 _PAIRS = 1 << 14  # of queries and keys of a call whose error budget is computed
-#: What the CPU path raises for values that kernels clamp, as lengths beyond the number of keys.
-_REFUSED = (ValueError, TypeError, NotImplementedError, IndexError)
 
 
 class Rehearsal:
@@ -68,7 +66,7 @@ class Rehearsal:
                     own = fill(*map(_on_host, args), **{n: _on_host(a) for n, a in named.items()})
                 if own is not None:
                     to_host(found)[...] = own
-            except _REFUSED as error:
+            except Exception as error:  # of values that kernels clamp, of a formula for kernels
                 self.unfilled = f"no results without a device ({type(error).__name__}: {error})"
             return found
 
