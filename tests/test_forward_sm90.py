@@ -187,6 +187,7 @@ MANY += [((128, 128), "window")]
 
 
 @pytest.mark.parametrize(("head_dims", "name"), MANY, ids=str)
+@pytest.mark.not_rehearsed
 def test_more_tiles_than_multiprocessors(head_dims, name):
     """Tiles are drawn in another order every time; a row's bits depend on its own inputs alone."""
     options = OPTIONS[name]
