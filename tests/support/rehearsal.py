@@ -175,6 +175,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--rehearse")
     if path is not None:
+        config.option.gpu_timeout = 0.0  # the CPU path takes its time
         rehearsal = Rehearsal(path.absolute())
         _install(rehearsal)
         config.pluginmanager.register(rehearsal, "rehearsal")
