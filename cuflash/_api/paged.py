@@ -55,43 +55,20 @@ class _Paged(NamedTuple):
 
 @overload
 def attention_paged(
-    q: NativeT,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    kv_lengths: Any,
-    /,
-    *,
-    return_lse: Literal[False] = ...,
-    out: Array | None = ...,
-    **others: Unpack[PagedKeywords],
-) -> NativeT: ...
+    q: NativeT, k_pages: Array, v_pages: Array, page_table: Array, kv_lengths: Any, /, *,
+    return_lse: Literal[False] = ..., out: Array | None = ..., **others: Unpack[PagedKeywords],
+) -> NativeT: ...  # fmt: skip
 @overload
 def attention_paged(
-    q: NativeT,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    kv_lengths: Any,
-    /,
-    *,
-    return_lse: Literal[True],
-    out: tuple[Array, Array] | None = ...,
+    q: NativeT, k_pages: Array, v_pages: Array, page_table: Array, kv_lengths: Any, /, *,
+    return_lse: Literal[True], out: tuple[Array, Array] | None = ...,
     **others: Unpack[PagedKeywords],
-) -> AttentionResult[NativeT]: ...
+) -> AttentionResult[NativeT]: ...  # fmt: skip
 @overload
 def attention_paged(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    kv_lengths: Any,
-    /,
-    *,
-    return_lse: bool = ...,
-    out: Any = ...,
-    **others: Unpack[PagedKeywords],
-) -> Any: ...
+    q: Array, k_pages: Array, v_pages: Array, page_table: Array, kv_lengths: Any, /, *,
+    return_lse: bool = ..., out: Any = ..., **others: Unpack[PagedKeywords],
+) -> Any: ...  # fmt: skip
 @on_own_device
 @arguments.answering
 def attention_paged(
