@@ -294,7 +294,7 @@ def attention_backward(
         )  # fmt: skip
         unpromoted = all(a is b for a, b in zip(given.values(), qkv, strict=True))
         if plain and plan is not None and unpromoted and may_be_known(chosen):
-            repeat = launch().repeated_backward(plan, problem, *qkv, *saved[:3])
+            repeat = launch().repeated_backward(plan, problem, qkv, saved)
             if repeat is not None:
                 remember(repeat, chosen, deterministic, qkv, saved[:3])
         return arguments.by_field(gradients, wrt)
