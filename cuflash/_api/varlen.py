@@ -24,6 +24,7 @@ from cuflash._arrays import (
     write_rounded,
 )
 from cuflash._errors import wrong_value
+from cuflash._host.forward import written_at_the_end
 from cuflash._host.scores import arithmetic
 from cuflash._problem.checks import flag, integer_array
 from cuflash._problem.option_table import ARRAYS
@@ -277,19 +278,13 @@ def _forward_on_the_host(
     whole: Problem, options: Options, ends: dict[str, Array], qkv: Triple, out: Array, lse: Array
 ) -> None:
     """Compute each sequence by itself."""
-    destinations = out, lse
-    if options.score_mod is not None or options.mask_mod is not None:
-        # A formula may raise in any sequence, and then nothing has been written.
-        out, lse = np.empty_like(out), np.empty_like(lse)
-    calls = _calls(whole, options, ends, qkv, out)
-    out.fill(0)
-    lse.fill(-np.inf)
-    for s, call in calls:
-        first = s.number * math.prod(whole.batch)
-        run_forward(*call, _part(whole, "out", out, s), lse[..., s.q], origin=Origin(first))
-    for destination, filled in zip(destinations, (out, lse), strict=True):
-        if destination is not filled:
-            destination[...] = filled
+    with written_at_the_end(options, out, lse) as (out, lse):
+        calls = _calls(whole, options, ends, qkv, out)
+        out.fill(0)
+        lse.fill(-np.inf)
+        for s, call in calls:
+            first = s.number * math.prod(whole.batch)
+            run_forward(*call, _part(whole, "out", out, s), lse[..., s.q], origin=Origin(first))
 
 
 def _backward_on_the_host(
