@@ -111,7 +111,8 @@ def numbers() -> str:
         most = max(row["tflops"] for row in rows if row["impl"] == "cuflash")
         table.append(
             (
-                f"{name}, bfloat16, head sizes {', '.join(map(str, ratios))} ({dated(result, path)})",
+                f"{name}, bfloat16, head sizes {', '.join(map(str, ratios))} "
+                f"({dated(result, path)})",
                 f"up to {most:.0f} TFLOP/s; {means} times the speed of the fastest of cuDNN, "
                 f"FlashAttention-2 and -4; slower in {sum(r < 1 for r in every)} of {len(every)} "
                 "cells",
