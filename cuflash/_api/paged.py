@@ -23,6 +23,8 @@ from cuflash._arrays import (
     same_module,
 )
 from cuflash._errors import wrong_type, wrong_value
+from cuflash._host.cache import pages_within
+from cuflash._host.forward import written_at_the_end
 from cuflash._problem.checks import flag, integers, require_float
 from cuflash._problem.habits import WORDS_OF_PAGES, refuse_words
 from cuflash._problem.operand import CANONICAL, Axes, checked_axes, core_axes
@@ -55,43 +57,20 @@ class _Paged(NamedTuple):
 
 @overload
 def attention_paged(
-    q: NativeT,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    kv_lengths: Any,
-    /,
-    *,
-    return_lse: Literal[False] = ...,
-    out: Array | None = ...,
-    **others: Unpack[PagedKeywords],
-) -> NativeT: ...
+    q: NativeT, k_pages: Array, v_pages: Array, page_table: Array, kv_lengths: Any, /, *,
+    return_lse: Literal[False] = ..., out: Array | None = ..., **others: Unpack[PagedKeywords],
+) -> NativeT: ...  # fmt: skip
 @overload
 def attention_paged(
-    q: NativeT,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    kv_lengths: Any,
-    /,
-    *,
-    return_lse: Literal[True],
-    out: tuple[Array, Array] | None = ...,
+    q: NativeT, k_pages: Array, v_pages: Array, page_table: Array, kv_lengths: Any, /, *,
+    return_lse: Literal[True], out: tuple[Array, Array] | None = ...,
     **others: Unpack[PagedKeywords],
-) -> AttentionResult[NativeT]: ...
+) -> AttentionResult[NativeT]: ...  # fmt: skip
 @overload
 def attention_paged(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    kv_lengths: Any,
-    /,
-    *,
-    return_lse: bool = ...,
-    out: Any = ...,
-    **others: Unpack[PagedKeywords],
-) -> Any: ...
+    q: Array, k_pages: Array, v_pages: Array, page_table: Array, kv_lengths: Any, /, *,
+    return_lse: bool = ..., out: Any = ..., **others: Unpack[PagedKeywords],
+) -> Any: ...  # fmt: skip
 @on_own_device
 @arguments.answering
 def attention_paged(
@@ -188,7 +167,8 @@ def attention_paged(
     lengths = _lengths(xp, given, kv_lengths)
     paged, like, every, problem = _described(given, lengths, chosen, pairs, precision, pair[0])
     if xp is np:
-        _check_numbers(paged)
+        size, pages = paged.k_pages.shape[-2], len(paged.k_pages)
+        pages_within(paged.page_table, paged.kv_lengths, size, pages)
     inputs = given | every.arrays
     out, lse = arguments.results(xp, pair, problem, inputs, with_lse=return_lse or xp is np)
     if xp is np:
@@ -336,31 +316,14 @@ def _in_order(pages: Array, table: Array) -> Array:
     return np.ascontiguousarray(rows.reshape(*heads, columns * size, d))
 
 
-def _check_numbers(paged: _Paged) -> None:
-    """Raise for a number of a page that is used and does not exist."""
-    used = (
-        np.arange(paged.page_table.shape[1]) * paged.k_pages.shape[-2] < paged.kv_lengths[:, None]
-    )
-    numbers, pages = paged.page_table[used], len(paged.k_pages)
-    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < pages:
-        got = f"numbers from {numbers.min()} to {numbers.max()} within the lengths"
-        raise wrong_value("page_table", got, f"numbers from 0 to {pages - 1}")
-
-
 def _on_the_host(problem: Problem, paged: _Paged, options: Options, out: Array, lse: Array) -> None:
     """Compute each sequence by itself, from a copy of its own keys."""
-    destinations = out, lse
-    if options.score_mod is not None or options.mask_mod is not None:
-        # A formula may raise in any sequence, and then nothing has been written.
-        out, lse = np.empty_like(out), np.empty_like(lse)
-    rows = _with_core_last("out", out, problem.axes[3])
-    for s, (q, k, v, own) in enumerate(_sequences(problem, paged, options)):
-        part = describe(q, k, v, own, precision=problem.precision, out=rows[s])
-        first = s * math.prod(problem.batch_shape[1:])
-        run_forward(part, (q, k, v), own, rows[s], lse[s], origin=Origin(first))
-    for destination, filled in zip(destinations, (out, lse), strict=True):
-        if destination is not filled:
-            destination[...] = filled
+    with written_at_the_end(options, out, lse) as (out, lse):
+        rows = _with_core_last("out", out, problem.axes[3])
+        for s, (q, k, v, own) in enumerate(_sequences(problem, paged, options)):
+            part = describe(q, k, v, own, precision=problem.precision, out=rows[s])
+            first = s * math.prod(problem.batch_shape[1:])
+            run_forward(part, (q, k, v), own, rows[s], lse[s], origin=Origin(first))
 
 
 def _sequences(

@@ -23,9 +23,8 @@ from cuflash._problem.float8 import FLOAT8, LARGEST, factor_of_rows
 from cuflash._problem.operand import checked_axes, core_axes
 
 # Scales are powers of two. (D173)
-_LEAST_EXPONENT = -100  # of a scale: its inverse is a float32
-
-
+_EXPONENTS = (-100, 126)  # of scales: their inverses are normal float32
+_LEAST = 2.0**-126  # GPUs take smaller float32 for 0
 _MOST_ROWS = 1 << 29  # that kernels index
 
 
@@ -165,9 +164,11 @@ def _scale(matrices: Array, rows: int, whole: bool, largest: float, xp: ModuleTy
         amax = sizes.max().reshape(1, 1)
     else:
         amax = sizes.max(axis=(-2, -1), keepdims=True)
-    mantissa, exponent = xp.frexp(amax.astype(np.float32) / np.float32(largest))
-    exponent = xp.where(amax == 0, 0, exponent - (mantissa == 0.5))
-    return xp.ldexp(np.float32(1), xp.maximum(exponent, _LEAST_EXPONENT)).astype(np.float32)
+    amax = amax.astype(np.float64)
+    mantissa, exponent = xp.frexp(amax / largest)
+    exponent = xp.clip(exponent - (mantissa == 0.5), *_EXPONENTS)
+    exponent = xp.where(amax < _LEAST, 0, exponent)
+    return xp.ldexp(np.float32(1), exponent).astype(np.float32)
 
 
 def _divided(matrices: Array, factor: Array, dtype: np.dtype[Any]) -> Array:

@@ -21,31 +21,43 @@ _DECODE = """
     if (rest >= infinite) size = __uint_as_float(rest == 0x7c ? 0x7f800000 : 0x7fffffff);
     y = T((bits & 0x80u ? -size : size) * factor);
 """
+# An element over its scale is exact. Where float32 cuts something off, its last bit is set: that
+# decides ties.
 _ENCODE = """
     const bool e4m3 = {e4m3};
     const int mantissa = e4m3 ? 3 : 2, bias = e4m3 ? 7 : 15, dropped = 23 - mantissa;
-    const float scaled = float(x) * (1.0f / factor);
     const float least = e4m3 ? 0x1p-6f : 0x1p-14f, most = e4m3 ? 448.0f : 57344.0f;
-    const float a = fminf(fabsf(scaled), most);
-    const unsigned int bits = __float_as_uint(a);
+    const {real} scaled = {real}(x) / factor, size = scaled < 0 ? -scaled : scaled;
+    const {real} inside = size < most ? size : {real}(most);
+    const float cut = {to_float}(inside);
+    const unsigned int bits = __float_as_uint(cut) | (unsigned int)({real}(cut) != inside);
     const unsigned int rounded = bits + (1u << (dropped - 1)) - 1 + (bits >> dropped & 1);
     const unsigned int normal = (rounded >> dropped) - ((127 - bias) << mantissa);
-    const unsigned int code =
-        a < least ? (unsigned int)rintf(a / least * (1 << mantissa)) : normal;
-    const bool is_finite = fabsf(scaled) <= 3.4028234663852886e38f;
-    y = (__float_as_uint(scaled) >> 24 & 0x80u) | (is_finite ? code : 0x7fu);
+    const float steps = __uint_as_float(bits) / least * (1 << mantissa);
+    const unsigned int code = cut < least ? (unsigned int)rintf(steps) : normal;
+    const bool is_finite = scaled - scaled == 0;
+    y = (signbit({real}(x)) ? 0x80u : 0u) | (is_finite ? code : 0x7fu);
 """
 
 
+def element_body(name: str, *, e4m3: bool, wide: bool) -> str:
+    """What a kernel does to an element; ``wide``: one of float64."""
+    text = {"dequantize": _DECODE, "quantize": _ENCODE}[name]
+    real, to_float = ("double", "__double2float_rz") if wide else ("float", "float")
+    values = {"e4m3": str(e4m3).lower(), "real": real, "to_float": to_float}
+    for word, value in values.items():
+        text = text.replace(f"{{{word}}}", value)
+    return text
+
+
 @functools.cache
-def _kernel(name: str, *, e4m3: bool) -> Any:
-    inputs, output, body = {
-        "dequantize": ("uint8 bits, float32 factor", "T y", _DECODE),
-        "quantize": ("T x, float32 factor", "uint8 y", _ENCODE),
+def _kernel(name: str, *, e4m3: bool, wide: bool = False) -> Any:
+    inputs, output = {
+        "dequantize": ("uint8 bits, float32 factor", "T y"),
+        "quantize": ("T x, float32 factor", "uint8 y"),
     }[name]
-    text = body.replace("{e4m3}", str(e4m3).lower())
     own = f"cuflash_{name}_{'e4m3' if e4m3 else 'e5m2'}"
-    return cupy.ElementwiseKernel(inputs, output, text, own)
+    return cupy.ElementwiseKernel(inputs, output, element_body(name, e4m3=e4m3, wide=wide), own)
 
 
 def dequantized(name: str, array: Array, factor: Any, out: Array) -> None:
@@ -58,5 +70,6 @@ def dequantized(name: str, array: Array, factor: Any, out: Array) -> None:
 def quantized(array: Array, factor: Array, dtype: np.dtype[Any]) -> Array:
     """Elements divided by factors, rounded to nearest even and saturated."""
     out = cupy.empty(array.shape, np.uint8)
-    _kernel("quantize", e4m3=dtype == E4M3)(array, factor, out)
+    kernel = _kernel("quantize", e4m3=dtype == E4M3, wide=array.dtype == np.float64)
+    kernel(array, factor, out)
     return out.view(dtype)

@@ -1,0 +1,173 @@
+"""Do arrays become 8-bit floats and scales as documented, on a GPU as on the host?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import reference
+from cuflash._problem.float8 import E4M3, E5M2
+from support.float8 import BF16, bits, dequantized, on_host
+
+
+def nearest(x: float, dtype: Any) -> float:
+    """The number of ``dtype`` nearest to ``x``, of two the one with an even last bit."""
+    codes = np.arange(256, dtype=np.uint8).view(dtype)
+    numbers = codes.astype(np.float64)
+    finite = np.isfinite(numbers)
+    distance = np.where(finite, abs(numbers - x), np.inf)
+    nearest_two = np.flatnonzero(distance == distance.min())
+    even = [i for i in nearest_two if i % 2 == 0]
+    return float(numbers[(even or nearest_two)[0]])
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=6),
+    st.sampled_from([E4M3, E5M2]),
+    st.sampled_from([np.float64, np.float32, np.float16, BF16]),
+)
+def test_elements_are_rounded_to_nearest_even(values: list[float], kind: Any, dtype: Any) -> None:
+    with np.errstate(over="ignore"):
+        x = np.array([values]).astype(dtype)
+    array, scale = cuflash.quantize(x, dtype=kind)
+    assert array.dtype == kind
+    assert scale.shape == (1, 1)
+    size = np.abs(x.astype(np.float64))
+    largest = size[np.isfinite(size)].max(initial=0)
+    if largest > 2.0**-80:
+        most = float(ml_dtypes.finfo(kind).max)
+        assert largest / scale[0, 0] <= most < largest / scale[0, 0] * 2
+    for own, code in zip(x[0].astype(np.float64), array[0], strict=True):
+        if np.isfinite(own):
+            assert float(code) == nearest(own / float(scale[0, 0]), kind)
+        else:
+            assert np.isnan(float(code))
+    assert (dequantized(array, scale, BF16).astype(np.float64) == dequantized(array, scale))[
+        np.isfinite(array.astype(np.float32))
+    ].all()
+
+
+def test_what_is_out_of_reach_of_a_scale() -> None:
+    """Scales and their inverses are normal float32, on a GPU too."""
+    array, scale = cuflash.quantize(np.array([[1e300, -3e307, 1.0]]))
+    assert scale.item() == 2.0**126
+    assert array.astype(float).tolist() == [[448.0, -448.0, 0.0]]
+    for dtype, x in ((np.float32, 1e-40), (np.float64, 1e-300), (np.float64, 0.0)):
+        array, scale = cuflash.quantize(np.array([[x]], dtype))
+        assert (float(array[0, 0]), scale.item()) == (0.0, 1.0)
+    assert cuflash.quantize(np.array([[1e-35]])).scale == 2.0**-100
+
+
+@pytest.mark.parametrize(("per", "shape"), [
+    ("matrix", (2, 3, 1, 1)), ("tensor", (1, 1)), (16, (2, 3, 4, 1)), (1, (2, 3, 50, 1)),
+    (64, (2, 3, 1, 1)),
+])  # fmt: skip
+def test_scales_have_the_shape_that_options_take(per: Any, shape: tuple[int, ...]) -> None:
+    x = np.random.default_rng(0).standard_normal((2, 3, 50, 8)) * 100
+    x[:, :, 20:30] *= 64
+    array, scale = cuflash.quantize(x, per=per)
+    assert scale.shape == shape
+    # Four significant bits of each normal number.
+    assert (abs(dequantized(array, scale) - x) <= np.maximum(2.0**-4 * abs(x), 64)).all()
+    out = cuflash.attention(array, array, array, q_scale=scale, k_scale=scale, v_scale=scale)
+    assert out.shape == x.shape
+    swapped, same = cuflash.quantize(x.swapaxes(1, 2), per=per, axes=(-3, -1))
+    assert bits(swapped.swapaxes(1, 2)) == bits(array)
+    assert bits(same) == bits(scale)
+
+
+@pytest.mark.parametrize("d", [1, 64, 80, 96])
+def test_a_rotation_keeps_products(d: int) -> None:
+    """In 8 bits they are what those of turned arrays round to: compared by their errors."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 200, d))
+    a, b = (cuflash.quantize(array, rotation=5) for array in (x, y))
+    turned = dequantized(*a) @ dequantized(*b).T
+    plain = dequantized(*cuflash.quantize(x)) @ dequantized(*cuflash.quantize(y)).T
+    error, without = (np.sqrt(((p - x @ y.T) ** 2).mean()) for p in (turned, plain))
+    assert error < 1.2 * without
+    other = dequantized(*cuflash.quantize(y, rotation=6))
+    assert d == 1 or np.sqrt(((dequantized(*a) @ other.T - x @ y.T) ** 2).mean()) > 5 * error
+
+
+def test_a_rotation_spreads_outliers() -> None:
+    """Of FlashAttention-3's family; by the factor that the same rounding has in float64."""
+    rng = np.random.default_rng(0)
+
+    def family() -> np.ndarray:
+        shape = (2, 1024, 64)
+        rare = rng.random(shape) < 0.001
+        return rng.standard_normal(shape) + 10 * rng.standard_normal(shape) * rare
+
+    q, k, v = family(), family(), family()
+    exact = reference.attention(q, k, v)
+
+    def error(compute: Any, **keywords: Any) -> float:
+        (q8, qs), (k8, ks) = (cuflash.quantize(a, per="tensor", **keywords) for a in (q, k))
+        v8, vs = cuflash.quantize(v, per="tensor")
+        out = compute(q8, k8, v8, q_scale=qs, k_scale=ks, v_scale=vs)
+        return float(np.sqrt(((out.astype(np.float64) - exact) ** 2).mean()))
+
+    gain = error(cuflash.attention) / error(cuflash.attention, rotation=1)
+    simulated = error(reference.attention) / error(reference.attention, rotation=1)
+    assert simulated > 1.25
+    assert abs(gain / simulated - 1) < 0.05
+
+
+def test_what_quantize_refuses() -> None:
+    x = np.ones((4, 8))
+    for keywords, kind, text in (
+        ({"per": "head"}, TypeError, "per: got 'head'"),
+        ({"per": 48}, ValueError, "per: got 48"),
+        ({"dtype": np.float16}, TypeError, "dtype: got dtype float16"),
+        ({"rotation": -1}, ValueError, "rotation"),
+    ):
+        with pytest.raises(kind, match=text):
+            cuflash.quantize(x, **keywords)
+    with pytest.raises(TypeError, match="x: got dtype int64"):
+        cuflash.quantize(x.astype(int))
+    assert cuflash.quantize(np.ones((0, 3, 8))).array.shape == (0, 3, 8)
+    assert cuflash.quantize(np.zeros((3, 8))).scale == 1
+
+
+@pytest.fixture
+def cupy() -> Any:
+    return pytest.importorskip("cupy")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, BF16, np.float32, np.float64], ids=str)
+@pytest.mark.parametrize("per", ["matrix", "tensor", 16, 64, 1])
+@pytest.mark.parametrize("d", [64, 80, 256])
+def test_a_gpu_quantises_to_the_same_bits(
+    cupy: Any, kind: Any, dtype: Any, per: Any, d: int
+) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 3, 100, d)) * np.exp2(rng.integers(-9, 6, (2, 3, 100, d)))
+    x[0, 0, 0, :4] = [np.nan, np.inf, 0.0, -0.0]
+    x[1, 1] = 0
+    x = x.astype(dtype)
+    expected, found = (cuflash.quantize(a, per=per, dtype=kind) for a in (x, cupy.asarray(x)))
+    assert bits(found.scale.get()) == bits(expected.scale)
+    array = on_host(found.array)
+    nan = np.isnan(expected.array.astype(np.float32))
+    assert (np.isnan(array.astype(np.float32)) == nan).all()
+    assert ((array.view(np.uint8) == expected.array.view(np.uint8)) | nan).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+def test_a_gpu_rotates_alike(cupy: Any, d: int) -> None:
+    """In another order of sums: few elements are rounded otherwise."""
+    x = np.random.default_rng(0).standard_normal((3, 70, d)).astype(BF16)
+    expected, found = (cuflash.quantize(a, rotation=7) for a in (x, cupy.asarray(x)))
+    assert bits(found.scale.get()) == bits(expected.scale)
+    assert (on_host(found.array).view(np.uint8) != expected.array.view(np.uint8)).mean() < 0.001
