@@ -10,6 +10,7 @@ kernel, its architecture and the test that asked for it.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
 import subprocess
@@ -26,6 +27,7 @@ import pytest
 from cuflash import _arrays
 from cuflash._jit import compilation, driver
 from cuflash._problem.options import Options, with_arrays
+from cuflash._results import Saved
 from cuflash._select import hardware
 from cuflash.testing._budget import Budget
 from cuflash.tuning._kernels import config_as_json
@@ -59,11 +61,14 @@ class Rehearsal:
         What ``fill`` returns are the elements of what ``launch`` has returned.
         """
 
+        parameters = inspect.signature(fill)
+
         def both(*args: Any, **named: Any) -> Any:
             found = launch(*args, **named)
+            given = parameters.bind(*map(_on_host, args), **_on_host(named))
             try:
                 with np.errstate(all="ignore"):
-                    own = fill(*map(_on_host, args), **{n: _on_host(a) for n, a in named.items()})
+                    own = fill(*given.args, **given.kwargs)
                 if own is not None:
                     to_host(found)[...] = own
             except Exception as error:  # of values that kernels clamp, of a formula for kernels
@@ -97,6 +102,8 @@ def _on_host(value: Any) -> Any:
     """An argument of a launch with its arrays in host memory."""
     if isinstance(value, dict):
         return {name: _on_host(array) for name, array in value.items()}
+    if isinstance(value, Saved):
+        return Saved(*map(to_host, value))
     if not isinstance(value, Options):
         return to_host(value)
     formulas = {
