@@ -89,7 +89,7 @@ def forward(share: Share, _: int) -> Schedule:
         yield from gathered.take(number)
         parts = share.parts(stage.heads)
         for block in gathered.blocks(parts):
-            yield Compute(partial(compute, stage, parts, block), block.pairs)
+            yield Compute(partial(compute, stage, parts, block), parts.scores(block))
     return out, lse
 
 
@@ -135,7 +135,7 @@ def backward(share: Share, _: int, saved: Saved, wanted: tuple[str, ...]) -> Sch
             dq = xp.empty(stage.of_q(share.q).shape, dtype)
             onto["q"] = Summed(dq)
         for block in gathered.blocks(parts):
-            yield Compute(partial(compute, stage, parts, block, onto), block.pairs)
+            yield Compute(partial(compute, stage, parts, block, onto), parts.scores(block))
         for each in onto.values():
             each.finish()
         if "q" in wanted:

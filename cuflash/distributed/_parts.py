@@ -78,6 +78,10 @@ class Parts:
             left, 0 if options.causal else right, offset if isinstance(offset, int) else None, alone
         )
 
+    def scores(self, block: Block) -> int:
+        """How many a block has, enough to compare ranks."""
+        return block.pairs * (1 if self.heads is None else self.heads.stop - self.heads.start)
+
     def forward(
         self, block: Block, qkv: Triple, out: Array, lse: Array, so_far: Array | None = None
     ) -> None:

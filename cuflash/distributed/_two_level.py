@@ -139,24 +139,18 @@ class _Grid:
                 wide[self.own_heads(other, kind)] += part
         return [result for _, result, _ in results]
 
-    @property
-    def _rows_of_wire(self) -> int:
-        """The axis of rows in what is sent: that of own arrays, or of what was collected."""
-        return -2 if self.across == 1 else 0
-
     def wire(self, array: Array) -> Array:
         """A canonical array as it is sent; no copy of what was collected, or is in C order."""
-        xp = self.share.xp
-        return xp.ascontiguousarray(xp.moveaxis(array, -2, self._rows_of_wire))
+        return self.share.xp.ascontiguousarray(array) if self.across == 1 else rows_first(array)
 
     def of_wire(self, array: Array) -> Array:
         """Canonical view of what is sent."""
-        return self.share.xp.moveaxis(array, self._rows_of_wire, -2)
+        return array if self.across == 1 else rows_back(array)
 
     def room(self, like: Array, number: int) -> Array:
         """Memory for an array of wires like another, with the keys of a group."""
         shape = list(like.shape)
-        shape[self._rows_of_wire] = rows_of(self.group("k", number).holder)
+        shape[-2 if self.across == 1 else 0] = rows_of(self.group("k", number).holder)
         return self.share.xp.empty(tuple(shape), like.dtype)
 
     def exchange(self, step: int, arrays: Any, coming: Any) -> Exchange:
@@ -212,7 +206,7 @@ def _forward_of_group(grid: _Grid) -> Schedule:
         if step + 1 < grid.groups:
             coming = yield from grid.bring(own, step + 1)
         for block in blocks:
-            yield Compute(partial(compute, block, next(last)), block.pairs)
+            yield Compute(partial(compute, block, next(last)), parts.scores(block))
         if coming is not None:
             ticket, kv = coming
             yield Wait(ticket)
@@ -260,7 +254,7 @@ def _backward_of_group(
             of_options.add(parts, block, parts.backward(block, qkv, of_heads, wanted, sums))
 
         for block in grid.blocks(step, parts.bounds):
-            yield Compute(partial(compute, block), block.pairs)
+            yield Compute(partial(compute, block), parts.scores(block))
         for each in onto.values():
             each.finish()
 
