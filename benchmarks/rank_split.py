@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from cuflash.distributed import _all_gather, _two_level
+from cuflash.distributed import _all_gather, _ring
 from cuflash.distributed._communicator import Communicator, Compute, Exchange
 
 ROUNDS = 5
@@ -46,7 +46,7 @@ def without_exchanges(comm: Communicator) -> Iterator[None]:
 @contextlib.contextmanager
 def computing(record_of: Callable[[Callable[[], Any], int], Compute]) -> Iterator[None]:
     """Schedules yield ``record_of(run, scores)`` for a block."""
-    modules: tuple[Any, ...] = (_all_gather, _two_level)
+    modules: tuple[Any, ...] = (_all_gather, _ring)
     for module in modules:
         module.Compute = record_of
     try:
