@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, TextIO
 
 import numpy as np
 
-from benchmarks.peers import IMPLEMENTATIONS, Implementation, Unsupported
+from benchmarks.peers import Implementation, Unsupported
 from benchmarks.report import first_line, shape_text
-from cuflash._timing.clock import SHORT_MS, DeviceClock, Measurement
+from cuflash._timing.clock import SHORT_MS, Call, DeviceClock, Measurement
 from cuflash.tuning._checking import AGREEMENT, difference
 from cuflash.tuning._workload import Workload
 
 #: Up to this length a graph is timed, however many sequences there are. (D111)
 SHORT_SEQLEN = 1024
 GRAPH_MS = 2.0  # of calls in a graph, beside which its own launch does not show
+NOTHING: Mapping[str, Call] = MappingProxyType({})
 
 
 @dataclass
@@ -85,12 +86,14 @@ def free_memory(xp: ModuleType) -> None:
             torch.cuda.empty_cache()
 
 
-def prepare_all(run: Run, work: Workload, pass_: str) -> dict[str, Any]:
+def prepare_all(
+    run: Run, work: Workload, pass_: str, implementations: Iterable[Implementation]
+) -> dict[str, Any]:
     """Calls of every implementation that can do the cell and agrees with the first one."""
     inputs = work.inputs(run.xp)
     prepared: dict[str, Any] = {}
     truth = None
-    for implementation in run.implementations:
+    for implementation in implementations:
         cell = f"{implementation.name} {pass_} {work.dtype} {work}"
         try:
             candidate = implementation.prepare(work, pass_, inputs)
@@ -112,25 +115,44 @@ def prepare_all(run: Run, work: Workload, pass_: str) -> dict[str, Any]:
     return prepared
 
 
-def measure_cell(run: Run, work: Workload, pass_: str) -> None:
-    """Time all implementations on one shape, in turns."""
-    with run.clock.scope():
-        prepared = prepare_all(run, work, pass_)
-        calls = {name: candidate.calls[0] for name, candidate in prepared.items()}
-        found = run.clock.measure(calls, run.budget_ms)
-        of_few_rows = not work.seqlens and max(work.seqlen_q, work.seqlen_k) <= SHORT_SEQLEN
-        short = {name: m.ms for name, m in found.items() if of_few_rows or m.ms < SHORT_MS}
-        if short and isinstance(run.clock, DeviceClock):
-            found |= measure_short(run, work, pass_, short)
+def measure_cell(
+    run: Run, work: Workload, pass_: str, beside: Mapping[str, Call] = NOTHING
+) -> dict[str, Measurement]:
+    """Keep a row for each implementation on one shape; return :func:`time_cell` of all."""
+    found = time_cell(run, work, pass_, run.implementations, beside)
     for implementation in run.implementations:
         if implementation.name in found:
             run.add(implementation, work, pass_, found[implementation.name])
+    return found
+
+
+def time_cell(
+    run: Run,
+    work: Workload,
+    pass_: str,
+    implementations: Sequence[Implementation],
+    beside: Mapping[str, Call] = NOTHING,
+) -> dict[str, Measurement]:
+    """Time implementations, and the calls that are named beside them, in turns."""
+    with run.clock.scope():
+        prepared = prepare_all(run, work, pass_, implementations)
+        calls = {name: candidate.calls[0] for name, candidate in prepared.items()}
+        found: dict[str, Measurement] = run.clock.measure({**calls, **beside}, run.budget_ms)
+        of_few_rows = not work.seqlens and max(work.seqlen_q, work.seqlen_k) <= SHORT_SEQLEN
+        short = {
+            own: found[own.name].ms
+            for own in implementations
+            if own.name in prepared and (of_few_rows or found[own.name].ms < SHORT_MS)
+        }
+        if short and isinstance(run.clock, DeviceClock):
+            found |= measure_short(run, work, pass_, short)
     prepared.clear()
     free_memory(run.xp)
+    return found
 
 
 def measure_short(
-    run: Run, work: Workload, pass_: str, short: dict[str, float]
+    run: Run, work: Workload, pass_: str, short: Mapping[Implementation, float]
 ) -> dict[str, Measurement]:
     """Time the short calls of a cell, given about how many ms each takes, by CUDA graphs.
 
@@ -140,15 +162,15 @@ def measure_short(
     copies = clock.copies_to_leave_l2(work.input_bytes(pass_))
     inputs = work.inputs(run.xp, copies)
     graphs, held = {}, []
-    for name in sorted(short):
+    for own in sorted(short, key=lambda own: own.name):
         try:
-            candidate = IMPLEMENTATIONS[name].prepare(work, pass_, inputs)
-            times = math.ceil(GRAPH_MS / (short[name] * copies))
-            graphs[name] = (candidate.capture(clock, candidate.calls * times), copies * times)
+            candidate = own.prepare(work, pass_, inputs)
+            times = math.ceil(GRAPH_MS / (short[own] * copies))
+            graphs[own.name] = (candidate.capture(clock, candidate.calls * times), copies * times)
             held.append(candidate)  # a graph does not keep the arrays of its calls alive
         except Exception as error:
             run.note(
-                f"{name} {pass_} {work}: no CUDA graph, timed by events "
+                f"{own.name} {pass_} {work}: no CUDA graph, timed by events "
                 f"({type(error).__name__}: {first_line(error)})"
             )
     found = clock.measure_graphs(graphs, run.budget_ms)

@@ -115,7 +115,7 @@ SETS: dict[str, tuple[str, Callable[[Run], None]]] = {
         measure_packed,
     ),
     "decode": (
-        "1 or 4 queries over 4096 to 131,072 keys, 512 over 50,000: beside a copy of the keys",
+        "1 or 4 queries over 4096 to 131,072 keys, in order and in pages, beside a copy of 1 GiB",
         measure_decode,
     ),
     "window": (

@@ -1,15 +1,28 @@
-"""How near does a forward of few queries come to the time that a copy of its keys would take?"""
+"""How near does a forward of few queries come to the time that a copy of its keys would take?
+
+Each shape is timed in turns with a copy of 1 GiB in device memory. Keys in pages, and sequences
+whose lengths lie on the device, are calls of cuflash beside keys in order.
+"""
 
 from __future__ import annotations
 
-import statistics
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
+from types import ModuleType
+from typing import Any
 
-from benchmarks.cells import Run, measure_cell
+import numpy as np
+
+import cuflash
+from benchmarks.cells import Run, measure_cell, time_cell
+from benchmarks.peers import IMPLEMENTATIONS, Cuflash, Implementation, Make, Unsupported
 from benchmarks.report import shape_text, workload_of
-from cuflash._timing.clock import DeviceClock
+from cuflash._timing.clock import Call, Measurement
 from cuflash.tuning import Workload
+from cuflash.tuning._workload import DTYPES
 
+Array = Any
 #: batch, query heads, heads of keys, queries, keys
 GENERATED = (
     (16, 32, 8, 1, 8192),
@@ -20,40 +33,178 @@ GENERATED = (
 )
 #: Queries over many keys, as of a Perceiver, of which a tile has more than few.
 CROSS = ((1, 8, 8, 512, 50_000), (1, 8, 8, 77, 4096))
+STEP = Workload(1, 8, 8, 1, 512, 64, 64, "bfloat16")
 SHAPES = [
-    Workload(1, 8, 8, 1, 512, 64, 64, "bfloat16"),
+    STEP,
     *(Workload(*shape, 64, 64, "bfloat16") for shape in CROSS),
     *(Workload(*shape, d, d, "bfloat16") for d in (64, 128, 256) for shape in GENERATED),
 ]
-_COPIED_BYTES = 1 << 30
-_ROUNDS = 15
+#: Shapes whose keys lie in pages too, and in pages of how many.
+PAGED = [
+    (Workload(*GENERATED[0], 128, 128, "bfloat16"), (16, 1, 64, 256)),
+    *((Workload(*s, d, d, "bfloat16"), (16,)) for d in (64, 256) for s in GENERATED[:2]),
+    *((Workload(*s, 128, 128, "bfloat16"), (16,)) for s in GENERATED[1:4]),
+    (Workload(*GENERATED[4], 128, 128, "bfloat16", causal=True), (16,)),
+    (STEP, (16,)),
+    (Workload(4, 8, 8, 2048, 2048, 64, 64, "bfloat16", causal=True), (16,)),
+]
+SHORTEST = 17  # of sequences whose lengths differ, up to all keys
+RAGGED = Workload(16, 32, 8, 1, 100_000, 128, 128, "bfloat16")
+PACKED = Workload(32, 8, 8, 1, 100_000, 128, 128, "bfloat16")
+COPIED_BYTES = 1 << 30
+COPY = "a copy of 1 GiB"
+
+
+class InOrder(Cuflash):
+    """Keys in order; where ``lengths`` are given, they lie on the device."""
+
+    name = "in order"
+
+    def __init__(self, lengths: Sequence[int] = ()) -> None:
+        self.lengths = lengths
+
+    def padded(self, work: Workload, pass_: str, xp: ModuleType) -> Make:
+        if not self.lengths:
+            return super().padded(work, pass_, xp)
+        lengths = xp.asarray(np.asarray(self.lengths, np.int32)[:, None])
+        options = cuflash.Options(**work.score_options(xp), kv_lengths=lengths)
+
+        def make(q: Array, k: Array, v: Array, dout: Array) -> Call:
+            given = {"options": options, "out": xp.empty_like(dout)}
+            size = cuflash.workspace_size(q, k, v, options=options)
+            given["workspace"] = xp.empty(size, np.uint8) if size else None
+            return functools.partial(cuflash.attention, q, k, v, **given)
+
+        return make
+
+
+class InPages(InOrder):
+    """Keys in pages that lie in no order, with lengths on the device."""
+
+    def __init__(self, page_size: int, lengths: Sequence[int] = ()) -> None:
+        super().__init__(lengths)
+        self.page_size, self.name = page_size, f"pages of {page_size}"
+
+    def padded(self, work: Workload, _pass: str, xp: ModuleType) -> Make:
+        options = cuflash.Options(**work.score_options(xp))
+        filled = self.lengths or [work.seqlen_k] * work.batch
+        lengths = xp.asarray(np.asarray(filled, np.int32))
+
+        def make(q: Array, k: Array, v: Array, dout: Array) -> Call:
+            pages = work.batch * work.seqlen_k // self.page_size
+            order = np.random.default_rng(0).permutation(pages)
+            table = xp.asarray(order.argsort().astype(np.int32).reshape(work.batch, -1))
+            k_pages, v_pages = (self._in_pages(a)[xp.asarray(order)].view(a.dtype) for a in (k, v))
+            arrays = q, k_pages, v_pages
+            given = {"options": options, "out": xp.empty_like(dout)}
+            size = cuflash.workspace_size(*arrays, options=options, page_table=table)
+            given["workspace"] = xp.empty(size, np.uint8) if size else None
+            return functools.partial(cuflash.attention_paged, *arrays, table, lengths, **given)
+
+        return make
+
+    def _in_pages(self, rows: Array) -> Array:
+        """(batch, heads, keys, d) as pages in order, in bits."""
+        batch, heads, keys, d = rows.shape
+        if keys % self.page_size:
+            raise Unsupported(f"{keys} keys are no whole pages of {self.page_size}")
+        bits = rows.view(f"u{rows.itemsize}").reshape(batch, heads, -1, self.page_size, d)
+        return bits.swapaxes(1, 2).reshape(-1, heads, self.page_size, d)
+
+
+class Packed(Cuflash):
+    """The keys that count, one sequence behind the other, and the queries of each."""
+
+    name = "packed"
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+
+    def padded(self, work: Workload, _pass: str, xp: ModuleType) -> Make:
+        options = cuflash.Options(**work.score_options(xp))
+        ends_k = xp.asarray(np.cumsum((0, *self.lengths), dtype=np.int32))
+        ends_q = xp.arange(work.batch + 1, dtype=np.int32) * work.seqlen_q
+
+        def make(q: Array, k: Array, v: Array, dout: Array) -> Call:
+            def packed(rows: Array, lengths: Sequence[int]) -> Array:
+                own = [a[:, :n] for a, n in zip(rows.view(f"u{rows.itemsize}"), lengths,
+                                                strict=True)]  # fmt: skip
+                return xp.concatenate(own, axis=1).view(rows.dtype)
+
+            whole = [work.seqlen_q] * work.batch
+            arrays = packed(q, whole), packed(k, self.lengths), packed(v, self.lengths)
+            out = packed(dout, whole)
+            ends = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k}
+            size = cuflash.workspace_size(*arrays, options=options, **ends)
+            room = xp.empty(size, np.uint8) if size else None
+            call = functools.partial(
+                cuflash.attention_varlen, *arrays, *ends.values(),
+                options=options, out=out, workspace=room,
+            )  # fmt: skip
+            shape = (work.heads_q, work.batch, work.seqlen_q, work.head_dim_v)
+            return lambda: call().reshape(shape).swapaxes(0, 1)
+
+        return make
 
 
 def measure_decode(run: Run) -> None:
     """Measure every shape; note how its bytes over time compare with a copy's."""
+    copy = {COPY: copier(run.xp, run.clock)}
     for dtype in run.dtypes:
-        first = len(run.rows)
         for work in SHAPES:
-            measure_cell(run, replace(work, dtype=dtype), "fwd")
-        if not isinstance(run.clock, DeviceClock):
-            return
-        copied = copied_bytes_per_ms(run.clock)
-        run.note(f"a copy of 1 GiB moves {copied / 1e9:.2f} TB/s")
-        for row in run.rows[first:]:
-            work = workload_of(row)
-            share = work.input_bytes("fwd") / row["ms"] / copied
-            run.note(f"{share:.2f} of a copy: {row['impl']} {dtype} {shape_text(row)}")
+            first, own = len(run.rows), replace(work, dtype=dtype)
+            copied = measure_cell(run, own, "fwd", beside=copy)[COPY]
+            for row in run.rows[first:]:
+                words = f"{row['impl']} {dtype} {shape_text(row)}"
+                note_share(run, words, workload_of(row).input_bytes("fwd"), row["ms"], copied)
+        for work, sizes in PAGED:
+            _measure_keys(run, replace(work, dtype=dtype), [InOrder(), *map(InPages, sizes)], copy)
+        for work, kind in ((RAGGED, functools.partial(InPages, 16)), (PACKED, Packed)):
+            lengths = lengths_up_to(work.seqlen_k, work.batch)
+            among = [InOrder(lengths), kind(lengths)]
+            _measure_keys(run, replace(work, dtype=dtype), among, copy, lengths)
 
 
-def copied_bytes_per_ms(clock: DeviceClock) -> float:
-    """Bytes that a copy in device memory reads and writes."""
-    source = clock.cupy.empty(_COPIED_BYTES, "u1")
-    target = clock.cupy.empty_like(source)
+def _measure_keys(
+    run: Run, work: Workload, among: Sequence[Implementation], beside: dict[str, Call],
+    lengths: Sequence[int] = (),
+) -> None:  # fmt: skip
+    """Time calls of cuflash whose keys lie in different ways; the first has them in order."""
+    found = time_cell(run, work, "fwd", among, beside)
+    moved = work.input_bytes("fwd")
+    if lengths:
+        unread = work.batch * work.seqlen_k - sum(lengths)
+        width = work.heads_kv * (work.head_dim + work.head_dim_v)
+        moved -= unread * width * DTYPES[work.dtype].itemsize
+    for own in among:
+        if own.name in found:
+            lie = f"{own.name}, {min(lengths)} to {max(lengths)} keys" if lengths else own.name
+            ms = found[own.name].ms
+            run.add(IMPLEMENTATIONS["cuflash"], work, "fwd", found[own.name], options=lie,
+                    flops=not lengths)  # fmt: skip
+            note_share(run, f"{work.dtype} {work}, {lie}", moved, ms, found[COPY])
+            if own is not among[0]:
+                times = found[among[0].name].ms / ms
+                run.note(f"{times:.2f} of the speed of keys in order: {work.dtype} {work}, {lie}")
 
-    def copy() -> None:
-        target.data.copy_from_device_async(source.data, _COPIED_BYTES, clock.stream)
 
-    with clock.scope():
-        copy()
-        ms = statistics.median(clock.once(copy) for _ in range(_ROUNDS))
-    return 2 * _COPIED_BYTES / ms
+def note_share(run: Run, words: str, moved: int, ms: float, copied: Measurement) -> None:
+    """Note how many bytes per time a call moves, beside a copy that was timed in turns with it."""
+    bytes_per_ms = 2 * COPIED_BYTES / copied.ms
+    share = moved / ms / bytes_per_ms
+    run.note(f"{share:.2f} of a copy's {bytes_per_ms / 1e9:.2f} TB/s: {words}")
+
+
+def lengths_up_to(longest: int, count: int) -> tuple[int, ...]:
+    """So many lengths, evenly apart, and not sorted."""
+    found = np.linspace(min(SHORTEST, longest), longest, count).astype(int)
+    return tuple(np.random.default_rng(0).permutation(found).tolist())
+
+
+def copier(xp: ModuleType, clock: Any) -> Call:
+    """What copies 1 GiB within device memory, or the host's."""
+    source, target = xp.zeros(COPIED_BYTES, "u1"), xp.empty(COPIED_BYTES, "u1")
+    if xp is np:
+        return functools.partial(np.copyto, target, source)
+    move = target.data.copy_from_device_async
+    return lambda: move(source.data, COPIED_BYTES, clock.stream)

@@ -12,6 +12,9 @@ from benchmarks.peers import IMPLEMENTATIONS, OURS
 from cuflash._timing.machine import device_slug
 from cuflash.tuning._workload import Workload
 
+#: What the cells of a table are, by the kind of its rows.
+UNITS = {"speed": "TFLOP/s (ms)", "time": "microseconds", "overhead": "microseconds of waiting"}
+
 
 def shape_text(row: dict[str, Any]) -> str:
     """The same of a result row."""
@@ -41,11 +44,12 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     tables: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in result["rows"]:
-        kind = "speed" if row["tflops"] is not None else "overhead"
+        waiting = "overhead" if row["timing"] in ("host", "process") else "time"
+        kind = "speed" if row["tflops"] is not None else waiting
         kept = " by TF32" if row.get("precision") == "tf32" else ""
         tables[kind, row["pass"], row["dtype"] + kept].append(row)
     for (kind, pass_, dtype), rows in tables.items():
-        unit = "TFLOP/s (ms)" if kind == "speed" else "microseconds of waiting"
+        unit = UNITS[kind]
         lines += ["", f"## {pass_}, {dtype}: {unit}", "", *table(rows, kind)]
     if result.get("notes"):
         lines += ["", "## Notes", "", *(f"* {note}" for note in result["notes"])]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import datetime as dt
 import functools
 import json
 import sys
@@ -275,8 +276,10 @@ def run(arguments: argparse.Namespace) -> int:
             f"{last:.2f} ms after {written.shape[1]}"
         )
     if arguments.json:
-        of_run = {"device": device.description, "batch": arguments.batch, "start": arguments.start}
-        arguments.json.write_text(json.dumps(of_run | {"seconds": times}))
+        of_run = {"device": device.description, "date": dt.date.today().isoformat()}
+        of_run |= {"batch": arguments.batch, "start": arguments.start}
+        rounded = {name: [round(s, 6) for s in own] for name, own in times.items()}
+        arguments.json.write_text(json.dumps(of_run | {"seconds": rounded}) + "\n")
     print(f"it writes: {writer.text(found['with'][0])!r}")
     same = (found["with"] == found["without"]).all(axis=1)
     print(f"the same letters in {same.sum()} of {len(same)} texts")
@@ -290,9 +293,9 @@ def draw(files: Sequence[Path], picture: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
+    runs = [json.loads(file.read_text()) for file in files]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for number, file in enumerate(files):
-        kept = json.loads(file.read_text())
+    for number, kept in enumerate(runs):
         for name, style in (("without", "--"), ("with", "-")):
             ms = 1e3 * np.array(kept["seconds"][name])[2:]  # the first compile, or are captured
             window = max(1, len(ms) // 50)
@@ -300,7 +303,8 @@ def draw(files: Sequence[Path], picture: Path) -> None:
             before = kept["start"] + 2 + window * np.arange(len(smooth))
             axes.plot(before, smooth, style, color=f"C{number}",
                       label=f"batch {kept['batch']}, {name} a cache")  # fmt: skip
-    axes.set(xlabel="letters before", ylabel="ms a letter", yscale="log", title=kept["device"])
+    where = sorted({f"{kept['device'].partition(' (')[0]}, {kept['date']}" for kept in runs})
+    axes.set(xlabel="letters before", ylabel="ms a letter", yscale="log", title="; ".join(where))
     axes.legend()
     figure.savefig(picture, dpi=100)
     plt.close(figure)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ml_dtypes import float8_e4m3fn
 
 import cuflash
 
@@ -76,7 +77,7 @@ def tokens(rng: np.random.Generator, sequences: int, steps: int, dtype: Any = np
 
 @pytest.mark.parametrize(
     ("sequences", "pages", "dtype"),
-    [(3, 40, np.float32), (70, 600, np.float16), (1100, 9000, np.float64)],
+    [(3, 40, np.float32), (3, 40, float8_e4m3fn), (70, 600, np.float16), (1100, 9000, np.float64)],
 )
 @pytest.mark.usefixtures("device")
 def test_any_calls_make_the_arrays_of_numpy(sequences: int, pages: int, dtype: Any) -> None:

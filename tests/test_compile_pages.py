@@ -6,6 +6,7 @@ Needs no GPU.
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from test_compile import (
 from cuflash._kernels.cache_grow import CacheGrowConfig
 from cuflash._kernels.cache_take import CacheTakeConfig
 from cuflash._kernels.cache_write import CacheWriteConfig
-from cuflash._kernels.config import KernelConfig
+from cuflash._kernels.config import Dtype, KernelConfig
 from cuflash._kernels.request import needs_simt
 from cuflash._kernels.rotary import RotaryConfig
 from cuflash._problem.options import signature
@@ -37,6 +38,8 @@ def configs_of(arch: str, generation: int) -> list[KernelConfig]:
     """Each row of the forward's table by one NVRTC, and the small kernels."""
     found: list[KernelConfig] = [CacheGrowConfig.of(1000), CacheGrowConfig.of(1 << 18)]
     found.append(CacheTakeConfig())
+    for dtype in get_args(Dtype):
+        found.append(CacheWriteConfig(dtype=dtype, rotation="none"))
     for dtype, rotation in itertools.product(
         ("float16", "bfloat16", "float32", "float64"), ("halves", "neighbours")
     ):

@@ -21,57 +21,10 @@ from cuflash.distributed._layout import LAYOUTS, chunks_of, rows_of
 from cuflash.distributed._traffic import Extents, candidates
 from cuflash.testing._budget import Budget
 from support.problems import Call
+from support.shards import QKV, Shards
 
 METHODS = ("all_gather", "ring", "ulysses", "usp")
-QKV = ("q", "k", "v")
 BATCH, HEADS, HEADS_KV, D, D_V = 2, 4, 2, 8, 6
-
-
-class Shards:
-    """Cuts arguments of a whole call among simulated ranks, and joins results."""
-
-    def __init__(self, size: int, layout: str, method: str) -> None:
-        self.comm = distributed.simulated(size)
-        self.how = {"comm": self.comm, "layout": layout, "method": method}
-
-    def cut(self, array, axis=-2):
-        layout = self.how["layout"]
-        return distributed.shard(array, comm=self.comm, layout=layout, axis=axis)
-
-    def whole(self, parts, axis=-2):
-        layout = self.how["layout"]
-        found = distributed.unshard(parts, comm=self.comm, layout=layout, axis=axis)
-        assert all(np.array_equal(found[0], other, equal_nan=True) for other in found)
-        return found[0]
-
-    def options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """With the rows of each rank where an option has rows."""
-        own = dict(options)
-        for name in ("bias", "mask"):
-            if name in own and own[name].shape[-2] != 1:
-                own[name] = self.cut(own[name])
-        if "segment_ids" in own:
-            of_queries, of_keys = own["segment_ids"]
-            own["segment_ids"] = [(ids, of_keys) for ids in self.cut(of_queries, -1)]
-        return own
-
-    def forward(self, q, k, v, **options):
-        own = self.options(options)
-        return distributed.attention(*map(self.cut, (q, k, v)), return_lse=True, **own, **self.how)
-
-    def gradients(self, dout, q, k, v, results, wrt, dlse=None, **options):
-        parts = distributed.attention_backward(
-            *map(self.cut, (dout, q, k, v)), [r.out for r in results], [r.lse for r in results],
-            dlse=None if dlse is None else self.cut(dlse, -1), wrt=wrt,
-            **self.options(options), **self.how,
-        )  # fmt: skip
-        found = {}
-        for name in wrt:
-            own = [getattr(part, FIELDS[name]) for part in parts]
-            rows = name in QKV or (name == "bias" and options["bias"].shape[-2] != 1)
-            found[name] = self.whole(own) if rows else own[0]
-            assert rows or all(np.array_equal(own[0], other) for other in own)
-        return found
 
 
 def drawn(seed, seqlen_q, seqlen_k, dtype=np.float64):
@@ -148,6 +101,21 @@ def test_every_option_has_the_meaning_of_one_gpu(method, name):
         for wanted in wrt:
             expected = getattr(right, FIELDS[wanted])
             np.testing.assert_allclose(found[wanted], expected, atol=1e-10, err_msg=wanted)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_segments_of_one_query(method):
+    """One rank has the query and its segment, the others have none of either."""
+    _, q, k, v, dout = drawn(0, 1, 9)
+    options = {"segment_ids": (np.array([1]), np.arange(9) % 2), "enable_gqa": True}
+    shards = Shards(4, "zigzag", method)
+    results = shards.forward(q, k, v, **options)
+    truth = reference.attention(q, k, v, **options)
+    np.testing.assert_allclose(shards.whole([r.out for r in results]), truth, atol=1e-12)
+    found = shards.gradients(dout, q, k, v, results, QKV, **options)
+    right = reference.attention_backward(dout, q, k, v, **options)
+    for name in QKV:
+        np.testing.assert_allclose(found[name], getattr(right, FIELDS[name]), atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 16])

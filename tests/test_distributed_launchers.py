@@ -234,7 +234,7 @@ def fake(monkeypatch):
 
 
 def test_devices_exchange_in_one_group_between_the_right_streams(fake):
-    devices = _nccl.Devices([2, 0, 1])
+    devices = _nccl.Devices.of([2, 0, 1])
     sent = [np.full(5, float(rank)) for rank in range(3)]
     got = [np.zeros(5) for _ in range(3)]
     exchanges = {
@@ -256,7 +256,7 @@ def test_devices_exchange_in_one_group_between_the_right_streams(fake):
 
 
 def test_arrays_of_the_host_over_nccl_are_refused_and_the_group_is_left(fake):
-    devices = _nccl.Devices([0, 1])
+    devices = _nccl.Devices.of([0, 1])
     exchange = Exchange(((1, np.zeros(3)),), ())
     with pytest.raises(TypeError, match="got a NumPy array, expected CuPy arrays over NCCL"):
         devices.start({0: exchange, 1: Exchange((), ())})

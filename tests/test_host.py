@@ -224,7 +224,9 @@ def test_ranges_of_keys_are_those_of_what_is_visible(data):
     q, k = np.zeros((entries, rows, 1)), np.zeros((entries, keys, 1))
     scores = Scores(describe(q, k, k, options), options, (), np)
     m, n = np.arange(rows)[:, None], np.arange(keys)[None, :]
-    visible = scores.visible(Tile(slice(None), slice(None), m, n))
+    visible = scores.visible(Tile(slice(0, rows), slice(0, keys), m, n))
+    pair_by_pair = scores.visible(Tile(m[:, 0], n[0], m, n))
+    assert np.array_equal(visible, np.broadcast_to(pair_by_pair, visible.shape))
     visible = np.broadcast_to(visible, (entries, rows, keys))
     for first, last in itertools.combinations(range(rows + 1), 2):
         (some, full), seen = scores.key_range(slice(first, last)), visible[:, first:last]

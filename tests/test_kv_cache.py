@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, float8_e4m3fn, float8_e5m2
 
 import cuflash
 
@@ -39,9 +39,9 @@ def in_order(cache: cuflash.KVCache) -> list[tuple[np.ndarray, np.ndarray]]:
 
 @given(
     st.integers(0, 2**32 - 1),
-    st.sampled_from([1, 2, 5, 16, 256]),
+    st.sampled_from([1, 2, 5, 16]) | st.integers(1, 256),
     st.lists(st.lists(st.integers(0, 6), min_size=3, max_size=3), min_size=1, max_size=5),
-    st.sampled_from([np.float16, bfloat16, np.float32, np.float64]),
+    st.sampled_from([np.float16, bfloat16, np.float32, np.float64, float8_e4m3fn, float8_e5m2]),
 )
 def test_any_grouping_gives_the_same_rows(
     seed: int, size: int, counts: list[list[int]], dtype: Any
@@ -221,6 +221,8 @@ def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
          "max_length: got 1.5"),
         (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, dtype=int), TypeError,
          "dtype: got int64"),
+        (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, dtype="complex64"), TypeError,
+         "dtype: got complex64, expected a floating dtype of 8, 16, 32 or 64 bits"),
         (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, dtype="no"), TypeError,
          "dtype: got"),
         (lambda c, k, v: cuflash.attention(k, c, c), TypeError, "k: got cuflash.KVCache, expected"),
@@ -233,6 +235,49 @@ def test_wrong_calls_are_refused_by_name(call: Any, error: Any, message: str) ->
         call(cache, *tokens(np.random.default_rng(2), 1))
     for old, new in zip(before, cache.arrays, strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("number", [-1, 8])
+def test_a_number_of_no_page_is_an_error(number: int) -> None:
+    """And nothing is written; beyond the length a number means nothing."""
+    cache, new = full_cache(pages=8), tokens(np.random.default_rng(2), 1)
+    cache.page_table[1, 1] = number
+    cache.append(*new)  # which takes a page for it
+    before = [a.copy() for a in cache.arrays]
+    cache.page_table[2, 0] = before[2][2, 0] = number
+    with pytest.raises(ValueError, match=rf"page_table: got numbers from .*{number}.* within the"):
+        cache.append(*new)
+    for old, now in zip(before, cache.arrays, strict=True):
+        np.testing.assert_array_equal(old, now)
+
+
+@pytest.mark.parametrize("dtype", [float8_e4m3fn, float8_e5m2])
+def test_a_cache_of_8_bits_has_half_the_bytes(dtype: Any) -> None:
+    """Of one of 16 bits; attention is that over what its elements stand for."""
+    rng, scales = np.random.default_rng(4), {"k_scale": 0.5, "v_scale": 2.0}
+    values = {"max_length": 40, "head_dim_v": D_V, "page_size": 3}
+    caches = [cuflash.KVCache(SEQUENCES, HEADS, D, **values, dtype=d) for d in (dtype, bfloat16)]
+    for steps in (7, 1, 1):
+        new = [a.astype(dtype) for a in tokens(rng, steps)]
+        caches[0].append(*new)
+        wide = (a.astype(np.float32) * s for a, s in zip(new, scales.values(), strict=True))
+        caches[1].append(*(a.astype(bfloat16) for a in wide))
+    assert 2 * caches[0].k_pages.nbytes == caches[1].k_pages.nbytes
+    assert 2 * caches[0].v_pages.nbytes == caches[1].v_pages.nbytes
+    q = rng.standard_normal((SEQUENCES, HEADS, 2, D)).astype(bfloat16)
+    found = cuflash.attention_paged(q, *caches[0].arrays, causal=True, **scales)
+    expected = cuflash.attention_paged(q, *caches[1].arrays, causal=True)
+    assert (found.dtype, found.tobytes()) == (expected.dtype, expected.tobytes())
+    with pytest.raises(ValueError, match=r"rotary: got True, .* turn keys by rotary\(\.\.\.\) bef"):
+        caches[0].append(*new, rotary=True)
+
+
+def test_gradients_of_pages_are_refused_by_name() -> None:
+    cache, x = full_cache(pages=8), np.ones((SEQUENCES, HEADS, 1, D), np.float32)
+    for function in (cuflash.attention_vjp, cuflash.attention_backward):
+        arrays = [x] * (3 if function is cuflash.attention_vjp else 6)
+        with pytest.raises(TypeError, match=r"page_table: .* attention_paged.* have no gradient"):
+            function(*arrays, page_table=cache.page_table)
 
 
 @given(

@@ -84,6 +84,11 @@ PARTS: dict[str, tuple[int, str]] = {
         200,
         f"{BENCH} --topic naive --set naive --dtype float16 --impl cuflash,naive --budget-ms 10",
     ),
+    "decode": (
+        400,
+        f"{BENCH} --topic decode --set decode --dtype bfloat16 --pass fwd --impl {PEERS} "
+        "--budget-ms 20",
+    ),
     "points": (120, "benchmarks/points.py --dtype float32,float64 --out {out}"),
     "accuracy": (
         200,

@@ -8,6 +8,7 @@ import numpy as np
 
 from cuflash._arrays import Array, Triple, is_cupy
 from cuflash._errors import not_yet
+from cuflash._host import cache as on_the_host
 from cuflash._host.backward import backward
 from cuflash._host.forward import forward
 from cuflash._problem.option_table import of_stages
@@ -97,8 +98,10 @@ def launch() -> Any:
     return run
 
 
-def cache_kernels() -> Any:
-    """The module that launches the kernels of caches and of rotary embedding; it imports CuPy."""
+def cache_steps(array: Array) -> Any:
+    """The module whose functions grow caches of such arrays, and turn rows by their positions."""
+    if not is_cupy(array):
+        return on_the_host
     from cuflash._launch import cache
 
     return cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._api.dispatch import cache_kernels
+from cuflash._api.dispatch import cache_steps
 from cuflash._api.rotary import NO_TURNS, Turns
 from cuflash._arrays import (
     Array,
@@ -20,6 +20,7 @@ from cuflash._arrays import (
 )
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import FLOATS, flag, integer_array, integer_value, is_integer
+from cuflash._problem.float8 import FLOAT8
 from cuflash._problem.habits import answering_words
 
 _MOST_PAGES = 1 << 18  # of which a kernel has two bits each in shared memory
@@ -49,7 +50,8 @@ class KVCache:
         Pages of all sequences together. Default: as many as let every sequence grow to
         ``max_length``.
     dtype : dtype
-        float16, bfloat16, float32 or float64.
+        float16, bfloat16, float32, float64, or float8_e4m3fn or float8_e5m2, of which
+        :func:`attention_paged` takes ``k_scale`` and ``v_scale``.
     like : array, optional
         An array of the library and on the device where the cache is to lie; default NumPy.
 
@@ -93,6 +95,8 @@ class KVCache:
     array([8, 7], dtype=int32)
     """
 
+    k_pages: Array
+    v_pages: Array
     page_table: Array
     lengths: Array
     dropped: Array
@@ -122,25 +126,23 @@ class KVCache:
             dtype = np.dtype(dtype)
         except TypeError as error:
             raise wrong_type("dtype", shown(dtype), "a floating dtype") from error
-        if dtype not in FLOATS:
-            raise wrong_type("dtype", str(dtype), "float16, bfloat16, float32 or float64")
+        if dtype not in (*FLOATS, *FLOAT8):
+            raise wrong_type("dtype", str(dtype), "a floating dtype of 8, 16, 32 or 64 bits")
         self._max_length = max_length
         with on_device_of(like):
             xp: Any = np if like is None else array_module(native("like", like))
-            # One page more, to which is written what is kept nowhere.
-            self._k = xp.zeros((pages + 1, heads, page_size, head_dim), dtype)
-            self._v = xp.zeros((pages + 1, heads, page_size, head_dim_v), dtype)
+            if xp is not np and pages > _MOST_PAGES:
+                raise wrong_value("pages", pages, f"at most {_MOST_PAGES} on a GPU",
+                                  "make pages larger")  # fmt: skip
+            self.k_pages = xp.zeros((pages, heads, page_size, head_dim), dtype)
+            self.v_pages = xp.zeros((pages, heads, page_size, head_dim_v), dtype)
             self.page_table = xp.zeros((sequences, of_each), np.int32)
             self.lengths = xp.zeros(sequences, np.int32)
             self.dropped = xp.zeros(sequences, np.int32)
-            if xp is not np:
-                if pages > _MOST_PAGES:
-                    raise wrong_value("pages", pages, f"at most {_MOST_PAGES} on a GPU",
-                                      "make pages larger")  # fmt: skip
-                # What kernels tell each other: lengths before, pages to copy, pages to take.
-                self._starts, self._sources = xp.zeros((2, sequences), np.int32)
-                self._taken = xp.zeros(pages, np.int32)
-                self._old_table = xp.zeros_like(self.page_table)
+            # What steps tell each other: lengths before, pages to copy, pages to take.
+            self._starts, self._sources = xp.zeros((2, sequences), np.int32)
+            self._taken = xp.zeros(pages, np.int32)
+            self._old_table = xp.zeros_like(self.page_table)
 
     def __repr__(self) -> str:
         pages, heads, size, d = self.k_pages.shape
@@ -148,17 +150,6 @@ class KVCache:
             f"<cuflash.KVCache of {len(self.lengths)} sequences, {pages} pages of {size} keys, "
             f"{heads} heads, head_dim {d}, {self.k_pages.dtype}>"
         )
-
-    # Views are made when asked for: copy.deepcopy and pickle would make other memory of them.
-    @property
-    def k_pages(self) -> Array:
-        """Keys of each page."""
-        return self._k[:-1]
-
-    @property
-    def v_pages(self) -> Array:
-        """Values of each page."""
-        return self._v[:-1]
 
     @property
     def arrays(self) -> tuple[Array, Array, Array, Array]:
@@ -205,37 +196,25 @@ class KVCache:
         k, v, counts = self._checked(k, v, counts)
         turns = NO_TURNS
         if flag("rotary", rotary):
+            if k.dtype in FLOAT8:
+                fix = "turn keys by rotary(...) before they are rounded to 8 bits"
+                raise wrong_value("rotary", "True", f"False for keys of {k.dtype}", fix)
             turns = Turns.of("k", k, frequencies, interleaved)
         elif frequencies is not None or flag("interleaved", interleaved):
             raise wrong_value("rotary", "False", "True with frequencies= or interleaved=")
-        if is_cupy(self.lengths):
-            with on_device_of(self.lengths):
-                self._append_on_the_gpu(k, v, counts, turns)
+        if 0 in k.shape[:3]:
             return
-        start = self.lengths.astype(np.int64)
-        steps, size, scratch = k.shape[2], self.k_pages.shape[2], len(self.k_pages)
-        at = start[:, None] + np.arange(steps)  # (sequences, t)
-        if rotary:
-            k = turns.turned(k, at[:, None])
-        wanted = start + (steps if counts is None else counts)
-        table, end, source = self._with_new_pages(start, wanted)
-        if (end < wanted).any():
-            s = int(np.argmax(end < wanted))
-            raise wrong_value(
-                "k", f"{wanted[s] - start[s]} keys for sequence {s} of length {start[s]}",
-                f"at most {end[s] - start[s]}: max_length is {self._max_length}, and "
-                f"{self._free()[0].sum()} of {scratch} pages are free",
-                "make the cache larger, or take(...) fewer sequences",
+        steps = cache_steps(self.lengths)
+        with on_device_of(self.lengths):
+            steps.grow(
+                self.page_table, self.lengths, self.dropped, counts, self._starts, self._sources,
+                self._taken, page_size=self.k_pages.shape[2], max_length=self._max_length,
+                num_tokens=k.shape[2],
             )  # fmt: skip
-        rows = np.arange(len(start))
-        page = np.where(source < scratch, table[rows, start // size % table.shape[1]], scratch)
-        of_key = np.take_along_axis(table, np.minimum(at // size, table.shape[1] - 1), 1)
-        of_key = np.where(at < end[:, None], of_key, scratch)
-        for pages, new in ((self._k, k), (self._v, v)):
-            pages[page] = pages[source]
-            pages.swapaxes(1, 2)[of_key, at % size] = np.swapaxes(new, 1, 2)
-        self.page_table[...] = table
-        self.lengths[...] = end
+            steps.write(
+                k, v, self.k_pages, self.v_pages, turns.frequencies, self.page_table, self._starts,
+                self.lengths, self._sources, rotation=turns.rotation, num_pairs=turns.num_pairs,
+            )  # fmt: skip
 
     def take(self, parents: Any, lengths: Any = None) -> None:
         """Let each sequence become what another was, in the same pages; or empty.
@@ -257,37 +236,13 @@ class KVCache:
             Where a call that a CUDA graph captures would need memory: it takes contiguous arrays of
             int64.
         """
-        xp, sequences = array_module(self.lengths), len(self.lengths)
         parents = self._per_sequence("parents", parents)
         if lengths is not None:
             lengths = self._per_sequence("lengths", lengths)
-        if xp is not np:
-            with on_device_of(self.lengths):
-                cache_kernels().take(self.page_table, self.lengths, self._old_table, self._starts,
-                               parents, lengths)  # fmt: skip
-            return
-        if parents.size and not -1 <= parents.min() <= parents.max() < sequences:
-            got = f"numbers from {parents.min()} to {parents.max()}"
-            raise wrong_value("parents", got, f"sequences from 0 to {sequences - 1}, or -1")
-        found = np.clip(parents, 0, sequences - 1)
-        kept = np.where(parents < 0, 0, self.lengths[found])
-        if lengths is not None:
-            kept = np.clip(lengths, 0, kept)
-        self.page_table[...] = self.page_table[found]
-        self.lengths[...] = kept
-
-    def _append_on_the_gpu(self, k: Array, v: Array, counts: Any, turns: Turns) -> None:
-        if 0 in k.shape[:3]:
-            return
-        cache_kernels().grow(
-            self.page_table, self.lengths, self.dropped, counts, self._starts, self._sources,
-            self._taken, page_size=self._k.shape[2], max_length=self._max_length,
-            num_tokens=k.shape[2],
-        )  # fmt: skip
-        cache_kernels().write(
-            k, v, self._k, self._v, turns.frequencies, self.page_table, self._starts, self.lengths,
-            self._sources, rotation=turns.rotation, num_pairs=turns.num_pairs,
-        )  # fmt: skip
+        with on_device_of(self.lengths):
+            cache_steps(self.lengths).take(
+                self.page_table, self.lengths, self._old_table, self._starts, parents, lengths
+            )
 
     def _per_sequence(self, name: str, value: Any) -> Array:
         """An integer for each sequence, on the device of the cache, int64."""
@@ -310,7 +265,7 @@ class KVCache:
         """The arrays that are to be added."""
         given = {"k": native("k", k), "v": native("v", v)}
         xp = same_module(lengths=self.lengths, **given)
-        for (name, array), pages in zip(given.items(), (self._k, self._v), strict=True):
+        for (name, array), pages in zip(given.items(), self.arrays, strict=False):
             if array.dtype != pages.dtype:
                 raise wrong_type(name, f"dtype {array.dtype}", f"dtype {pages.dtype} of the cache")
             if array.ndim != 4 or array.shape != (len(self.lengths), *pages.shape[1:2],
@@ -325,42 +280,6 @@ class KVCache:
             got = f"numbers from {counts.min()} to {counts.max()}"
             raise wrong_value("counts", got, f"numbers from 0 to {steps}, the keys of k")
         return given["k"], given["v"], counts
-
-    def _free(self) -> tuple[Array, Array]:
-        """Which pages are free, and how many sequences name each."""
-        table, size = self.page_table, self.k_pages.shape[2]
-        used = np.arange(table.shape[1]) * size < self.lengths[:, None]
-        names = np.zeros(len(self._k), np.int32)
-        np.add.at(names, table.ravel(), used.ravel().astype(np.int32))
-        return names[:-1] == 0, names
-
-    def _with_new_pages(self, start: Array, wanted: Array) -> tuple[Array, Array, Array]:
-        """The table with new pages, the lengths that they allow, and the page to copy of each.
-
-        Sequences take free pages one after the other: for the keys that they want, and instead of a
-        page that others name, where a key is added to it; no page to copy is the last one.
-        """
-        size, pages, columns = self.k_pages.shape[2], len(self.k_pages), self.page_table.shape[1]
-        free, names = self._free()
-        number = np.where(free, np.cumsum(free, dtype=np.int64) - 1, pages)  # among the free ones
-        numbers = np.full(pages + 1, pages)
-        numbers[number] = np.arange(pages)  # the last element takes what is not free
-        numbers[pages] = pages
-        end = np.minimum(wanted, self._max_length)
-        first = start // size  # the column where the next key goes
-        last = np.take_along_axis(self.page_table, np.minimum(first, columns - 1)[:, None], 1)[:, 0]
-        copied = (start % size != 0) & (names[last] > 1) & (end > start)
-        column = np.arange(columns)
-        needed = (column >= -(-start // size)[:, None]) & (column < -(-end // size)[:, None])
-        needed |= copied[:, None] & (column == first[:, None])
-        rank = np.cumsum(needed.ravel(), dtype=np.int64).reshape(needed.shape) - 1
-        new = numbers[np.where(needed, np.minimum(rank, pages), pages)]
-        missing = needed & (new == pages)
-        end = np.minimum(end, np.where(missing, np.maximum(column * size, start[:, None]),
-                                       end[:, None]).min(1))  # fmt: skip
-        table = np.where(new < pages, new, self.page_table)
-        source = np.where(copied & (end > start), last, pages)
-        return table, end, source
 
 
 def _extent(name: str, value: Any, most: int = 2**31 - 1) -> int:

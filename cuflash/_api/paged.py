@@ -23,6 +23,7 @@ from cuflash._arrays import (
     same_module,
 )
 from cuflash._errors import wrong_type, wrong_value
+from cuflash._host.cache import pages_within
 from cuflash._problem.checks import flag, integers, require_float
 from cuflash._problem.habits import WORDS_OF_PAGES, refuse_words
 from cuflash._problem.operand import CANONICAL, Axes, checked_axes, core_axes
@@ -188,7 +189,8 @@ def attention_paged(
     lengths = _lengths(xp, given, kv_lengths)
     paged, like, every, problem = _described(given, lengths, chosen, pairs, precision, pair[0])
     if xp is np:
-        _check_numbers(paged)
+        size, pages = paged.k_pages.shape[-2], len(paged.k_pages)
+        pages_within(paged.page_table, paged.kv_lengths, size, pages)
     inputs = given | every.arrays
     out, lse = arguments.results(xp, pair, problem, inputs, with_lse=return_lse or xp is np)
     if xp is np:
@@ -334,17 +336,6 @@ def _in_order(pages: Array, table: Array) -> Array:
     rows = np.moveaxis(pages[table.astype(np.int64)], 1, -3)
     *heads, columns, size, d = rows.shape
     return np.ascontiguousarray(rows.reshape(*heads, columns * size, d))
-
-
-def _check_numbers(paged: _Paged) -> None:
-    """Raise for a number of a page that is used and does not exist."""
-    used = (
-        np.arange(paged.page_table.shape[1]) * paged.k_pages.shape[-2] < paged.kv_lengths[:, None]
-    )
-    numbers, pages = paged.page_table[used], len(paged.k_pages)
-    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < pages:
-        got = f"numbers from {numbers.min()} to {numbers.max()} within the lengths"
-        raise wrong_value("page_table", got, f"numbers from 0 to {pages - 1}")
 
 
 def _on_the_host(problem: Problem, paged: _Paged, options: Options, out: Array, lse: Array) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from cuflash._api.dispatch import cache_kernels
+from cuflash._api.dispatch import cache_steps
 from cuflash._arrays import (
     Array,
     NativeT,
@@ -17,10 +17,8 @@ from cuflash._arrays import (
     on_own_device,
     refuse_capture,
     same_module,
-    write_rounded,
 )
 from cuflash._errors import wrong_type, wrong_value
-from cuflash._host.scores import arithmetic
 from cuflash._problem.checks import flag, integers, require_float, require_shape
 from cuflash._problem.destinations import check_destination
 from cuflash._problem.habits import answering_words
@@ -129,12 +127,10 @@ def rotary(
         out = allocate(xp, "out", x.shape, x.dtype)
     if not x.size:
         return out
-    if xp is np:
-        return turns.turned(x, positions, out=out, inverse=inverse)
     if not isinstance(positions, int) and positions.dtype not in (np.int32, np.int64):
         refuse_capture("positions", "an int32 or int64 array")
         positions = positions.astype(np.int64)
-    cache_kernels().turn(x, out, positions, *turns, inverse=inverse)
+    cache_steps(x).turn(x, out, positions, *turns, inverse=inverse)
     return out
 
 
@@ -166,29 +162,6 @@ class Turns(NamedTuple):
         else:
             frequencies = frequencies.astype(np.float64)
         return cls(frequencies, frequencies.size, rotation)
-
-    @np.errstate(all="ignore")
-    def turned(
-        self, x: Array, positions: Any, *, out: Array | None = None, inverse: bool = False
-    ) -> Array:
-        """NumPy rows turned by their positions."""
-        r, dtype = self.num_pairs, arithmetic(x.dtype)
-        frequencies = self.frequencies
-        if frequencies is None:
-            frequencies = 10000.0 ** -(np.arange(r, dtype=np.float64) / r)
-        places = np.atleast_1d(np.asarray(positions)).astype(np.float64)[..., None]
-        angles = places * (-frequencies if inverse else frequencies)
-        if self.rotation == "neighbours":
-            first, second = slice(0, 2 * r, 2), slice(1, 2 * r, 2)
-        else:
-            first, second = slice(0, r), slice(r, 2 * r)
-        cos, sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
-        a, b = x[..., first].astype(dtype), x[..., second].astype(dtype)
-        out = np.empty_like(x) if out is None else out
-        out[..., 2 * r :] = x[..., 2 * r :]
-        write_rounded(out[..., first], a * cos - b * sin)
-        write_rounded(out[..., second], a * sin + b * cos)
-        return out
 
 
 NO_TURNS = Turns(None, 0, "none")

@@ -64,7 +64,14 @@ def backward(
         else canonical_view(a, gradient_operand(problem, name, a), keep_summed=True)
         for name, a in gradients.items()
     }
-    sums = {name: np.zeros(view.shape, dtype) for name, view in results.items()}
+    # A formula may raise at any tile, and then nothing has been written.
+    formulas = options.score_mod is not None or options.mask_mod is not None
+    sums = {
+        name: np.zeros(view.shape, dtype) if formulas or view.dtype != dtype else view
+        for name, view in results.items()
+    }
+    for array in sums.values():
+        array[...] = 0
     block_m, _ = blocks(problem)
     parts = Parts(problem, qkv, options, origin)
 
@@ -93,12 +100,15 @@ def backward(
                 dout_block, out_block = (
                     np.where(empty[..., None], 0, a) for a in (dout_block, out_block)
                 )
-            delta = np.where(out_block == 0, 0, dout_block * out_block).sum(-1)
+            delta = _delta(dout_block, out_block)
             if dlse is not None:
                 delta -= np.where(empty, 0, dlse[entry][..., rows])
             shift = np.where(empty, 0, lse_block)[..., None]
             finite = finite_k and all(np.isfinite(a).all() for a in (q_block, dout_block))
             queries = scores.queries(q_block)
+            # The scale of scores is a factor of what dscore multiplies, where queries have it.
+            factor = dtype.type(problem.scale if scores.scales_queries else 1)
+            q_times = queries if scores.scales_queries else q_block
             dq = np.zeros_like(queries)
             for tile, seen in tiles(problem, scores, rows):
                 k_block, v_block = (a[..., tile.cols, :] for a in (k, v))
@@ -130,10 +140,12 @@ def backward(
                 if "scale" in own:
                     raw = np.matmul(q_block, np.swapaxes(k_block, -1, -2))
                     own["scale"] += (dscore * raw).sum(where=True if seen is None else seen)
-                dscore *= dtype.type(problem.scale)
-                dq += product(dscore, k_block, seen, finite, work("dq", dq.shape, dtype))
+                if not scores.scales_queries:
+                    dscore *= dtype.type(problem.scale)
+                place = work("dq", dq.shape, dtype)
+                dq += product(dscore, k_block * factor, seen, finite, place)
                 seen_t = None if seen is None else np.swapaxes(seen, -1, -2)
-                for name, weights, other in (("k", dscore, q_block), ("v", p, dout_block)):
+                for name, weights, other in (("k", dscore, q_times), ("v", p, dout_block)):
                     if name in own:
                         place = work(f"d{name}", (*shape[:-2], shape[-1], other.shape[-1]), dtype)
                         weights_t = np.swapaxes(weights, -1, -2)
@@ -148,19 +160,35 @@ def backward(
     def worker(items: Items[Piece]) -> None:
         with workspace() as work:
             for index, (entry, piece) in items:
-                targets = places(entry, piece)
-                own = {name: np.zeros(target.shape, dtype) for name, target in targets.items()}
+                own = places(entry, piece)
+                shared = {name: own[name] for name in own if not _alone(problem, name, piece)}
+                own |= {name: np.zeros(target.shape, dtype) for name, target in shared.items()}
                 add_up(entry, piece, work, own)
-                items.in_turn(index, partial(_add_all, targets, own))
+                items.in_turn(index, partial(_add_all, shared, own))
 
     with single_threaded_blas(*largest_tile(problem)) as threads:
         # Formulas are functions of the caller, which need not bear several threads.
-        formulas = options.score_mod is not None or options.mask_mod is not None
         work = operations(problem)
         threads = 1 if formulas else worth(threads, work)
         Items(pieces(problem, pieces_for(worth(2, work), _PIECES, work))).work(worker, threads)
     for name, view in results.items():
-        write_rounded(view, sums[name])
+        if view is not sums[name]:
+            write_rounded(view, sums[name])
+
+
+def _delta(dout: Array, out: Array) -> Array:
+    """rowsum(dout * out), in which an element of out that is 0 counts 0, whatever dout is."""
+    delta = np.vecdot(dout, out)
+    finite = np.isfinite(delta)
+    if finite.all():
+        return delta
+    return np.where(finite, delta, np.where(out == 0, 0, dout * out).sum(-1))
+
+
+def _alone(problem: Problem, name: str, piece: slice) -> bool:
+    """Whether no other piece adds to what this piece adds to of a gradient."""
+    whole = (piece.start, piece.stop) == (0, problem.seqlen_q)
+    return (name == "q" or (name in "kv" and whole)) and not any(getattr(problem, name).summed)
 
 
 def _entries_of(problem: Problem, name: str, sums: dict[str, Array], entry: Entry) -> Array:

@@ -8,7 +8,7 @@ blocks of keys contain anything visible.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -60,7 +60,7 @@ class Scores:
     ) -> None:
         self._xp, self._problem, self._options = xp, problem, options
         self._dtype = arithmetic(problem.dtype)
-        self._scales_queries = abs(problem.scale) <= 1
+        self.scales_queries = abs(problem.scale) <= 1
         self._arrays = {
             name: xp.asarray(canonical_view(array, getattr(problem, name))[entry])
             for name, array in options.arrays.items()
@@ -76,6 +76,8 @@ class Scores:
         self.offset = integers("offset", problem.offset_value, self.kv_length - self.q_length)
         structure = (self.q_length, self.kv_length, self.offset)
         self.alike = all(isinstance(value, int) for value in structure)
+        named = self._arrays.keys() & {"mask", "bias", "segment_ids_q"}
+        self._pairwise = bool(named) or options.mask_mod is not None
         self._entry, self._origin = entry, origin
         sink = self._arrays.get("sink")
         self._sink = None if sink is None else self._narrowed(sink)[..., None]
@@ -105,7 +107,7 @@ class Scores:
         Of a tile of scores this saves one pass. A larger factor could overflow.
         """
         q = q.astype(self._dtype)
-        if self._scales_queries:
+        if self.scales_queries:
             q *= self._dtype.type(self._problem.scale)
         return q
 
@@ -118,7 +120,7 @@ class Scores:
         """
         xp, problem = self._xp, self._problem
         score = xp.matmul(q, xp.swapaxes(k, -1, -2), out=out)
-        if not self._scales_queries:
+        if not self.scales_queries:
             score *= self._dtype.type(problem.scale)
         slope = None
         if problem.softcap is not None:
@@ -164,6 +166,8 @@ class Scores:
     def visible(self, tile: Tile) -> Array:
         """Which pairs may see each other; a bias of -inf hides, whatever the score."""
         problem = self._problem
+        if self.alike and not self._pairwise and isinstance(tile.rows, slice):
+            return self._band(tile.rows, tile.cols)
         seen = (tile.m < self.q_length) & (tile.n < self.kv_length)
         if problem.window_left is not None:
             seen = seen & (tile.n >= tile.m + (self.offset - problem.window_left))
@@ -182,6 +186,18 @@ class Scores:
             ids_q = self._arrays["segment_ids_q"][..., tile.rows][..., :, None]
             seen = seen & (ids_q == self._arrays["segment_ids_k"][..., tile.cols][..., None, :])
         return seen
+
+    def _band(self, rows: slice, cols: slice) -> Array:
+        """Which pairs see each other by lengths and window alone, alike in all entries."""
+        problem, shape = self._problem, (rows.stop - rows.start, cols.stop - cols.start)
+        step = rows.start + self.offset - cols.start
+        low, high = -shape[0], shape[1]  # beyond these an edge of the window crosses no pair
+        if problem.window_left is not None:
+            low = max(low, min(step - problem.window_left, high))
+        if problem.window_right is not None:
+            high = min(high, max(step + problem.window_right, -shape[0]))
+        queries, keys = self.q_length - rows.start, self.kv_length - cols.start
+        return _band(shape, min(queries, shape[0]), min(keys, shape[1]), low, high)
 
     def kept(self, tile: Tile) -> Array | None:
         """Factor of each weight after dropout, or None without dropout."""
@@ -213,10 +229,22 @@ class Scores:
             full_last = min(kv_low, rows.start + offset_low + problem.window_right + 1)
         if rows.start >= q_high:
             last = 0
-        pairwise = self._arrays.keys() & {"mask", "bias", "segment_ids_q"}
-        if rows.stop > q_low or pairwise or self._options.mask_mod is not None:
+        if rows.stop > q_low or self._pairwise:
             full_last = 0
         return slice(max(first, 0), min(last, kv_high)), slice(max(full_first, 0), full_last)
+
+
+@lru_cache(maxsize=8)
+def _band(shape: tuple[int, int], queries: int, keys: int, low: int, high: int) -> Array:
+    """Pairs (m, n) of a tile with m < queries, n < keys and low <= n - m <= high.
+
+    Tiles along a diagonal have the same, and so do the heads of a call.
+    """
+    m, n = np.arange(shape[0])[:, None], np.arange(shape[1])
+    band: Array = (n <= m + high) & (n >= m + low)
+    band &= (m < queries) & (n < keys)
+    band.flags.writeable = False
+    return band
 
 
 def entry_indices(batch: tuple[int, ...], entry: Entry) -> Array:

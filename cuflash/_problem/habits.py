@@ -18,7 +18,9 @@ _MASK = "did you mean mask= (bool, True where the query may attend) or bias= (ad
 _LENGTHS = "did you mean {}_lengths=? It is an int, or an integer array of shape (batch, 1)"
 _POSITION = "arrays are positional: write attention(q, k, v, causal=True), logsumexp(q, k)"
 _PACKED = "packed sequences are attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)"
-_PAGES = "pages are attention_paged(q, k_pages, v_pages, page_table, kv_lengths)"
+_PAGES = (
+    "pages are attention_paged(q, k_pages, v_pages, page_table, kv_lengths), and have no gradient"
+)
 _CALL = "it belongs to the call and not to its score options: attention(q, k, v, {}=...)"
 #: Keywords of flash-attn, PyTorch, JAX, xformers, flashinfer and ONNX, and what serves here.
 WORDS = {
@@ -63,7 +65,10 @@ WORDS = {
     **dict.fromkeys(("slopes", "alibi"), "did you mean alibi_slopes=?"),
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"), _PACKED),
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), f"leave it out: {_PACKED}"),
-    **dict.fromkeys(("block_table", "block_tables", "k_cache", "v_cache"), _PAGES),
+    **dict.fromkeys(
+        ("block_table", "block_tables", "k_cache", "v_cache", "page_table", "k_pages", "v_pages"),
+        _PAGES,
+    ),
     **dict.fromkeys(
         ("rotary_cos", "rotary_sin", "rotary_interleaved"),
         "queries and keys turn before the call: cuflash.rotary(x, positions)",

@@ -111,10 +111,15 @@ def canonical_view(array: Array, operand: Operand, *, keep_summed: bool = False)
     if keep_summed:
         batch = zip(shape, operand.summed, strict=False)
         shape = (*(1 if s else n for n, s in batch), *shape[len(operand.summed) :])
-    if array.shape == shape and array.strides == operand.strides:
+    if array.shape == shape and _same_places(shape, array.strides, operand.strides):
         return array
     as_strided = array_module(array).lib.stride_tricks.as_strided
     return as_strided(array, shape=shape, strides=operand.strides)
+
+
+def _same_places(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Whether strides lead to the same elements; that of a single element does not matter."""
+    return a == b or all(n == 1 or s == t for n, s, t in zip(shape, a, b, strict=True))
 
 
 def checked_axes(axes: Any) -> Axes:

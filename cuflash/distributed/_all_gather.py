@@ -18,13 +18,13 @@ from cuflash._arrays import Array, rounded
 from cuflash._results import Saved
 from cuflash.distributed._blocks import Block, blocks_of
 from cuflash.distributed._communicator import Compute, Schedule, Wait
-from cuflash.distributed._layout import Chunks, joined
+from cuflash.distributed._parts import Parts
 from cuflash.distributed._share import (
     KV,
+    Group,
     OptionGradients,
     Share,
-    gathering,
-    returning,
+    begun,
     rows_back,
     rows_first,
 )
@@ -34,106 +34,111 @@ from cuflash.distributed._sums import Summed
 STAGES = 4  # at most
 
 
+def _same(array: Array, _: int) -> Array:
+    """What any rank gets."""
+    return array
+
+
 def _room(xp: ModuleType, shape: tuple[int, ...], dtype: np.dtype[Any], _: int) -> Array:
     """Memory for what any rank returns."""
     return xp.empty(shape, dtype)
 
 
-def _begin(share: Share, stage: Stage, everything: Chunks) -> Schedule:
-    """Begin to collect a stage's keys and values."""
-    own = tuple(rows_first(stage.of_kv(a)) for a in (share.k, share.v))
-    ranks = range(share.size)
-    return (yield from gathering(share.rank, ranks, share.keys, everything, lambda _: own))
+class _Gathered:
+    """Keys and values of all ranks, a stage after the other: the next are on their way."""
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+        self.group = Group(share.rank, range(share.size), share.keys)
+        self.stages = stages_of(share.all_heads(), share.q, share.k, share.v, most=STAGES)
+        self.kv: tuple[Array, Array]  # of the last stage that was taken, canonical
+        self._coming: Any = None
+
+    def take(self, number: int) -> Schedule:
+        """Let ``kv`` be of a stage, and begin to collect the next."""
+        ticket, (k, v) = self._coming or (yield from self._begin(0))
+        self.kv, self._coming = (rows_back(k), rows_back(v)), None
+        yield Wait(ticket)
+        if number + 1 < len(self.stages):
+            self._coming = yield from self._begin(number + 1)
+
+    def _begin(self, number: int) -> Schedule:
+        stage, share = self.stages[number], self._share
+        own = (rows_first(stage.of_kv(a)) for a in (share.k, share.v))
+        return (yield from begun([self.group.gather(partial(_same, a)) for a in own]))
+
+    def blocks(self, parts: Parts) -> tuple[Block, ...]:
+        """Calls of own queries against all keys."""
+        queries, has_sink = self._share.queries[self._share.rank], "sink" in parts.options.arrays
+        return blocks_of(queries, self.group.holder, parts.bounds, sink=has_sink)
 
 
-def forward(share: Share) -> Schedule:
+def forward(share: Share, _: int) -> Schedule:
     """``out`` and lse of own rows, canonical, in the dtypes of results."""
-    xp, problem = share.xp, share.problem
-    everything = joined(tuple(c for own in share.keys for c in own))
-    queries = share.queries[share.rank]
+    xp, problem, gathered = share.xp, share.problem, _Gathered(share)
     shape = (*problem.batch_shape, share.q.shape[-2])
     out = xp.zeros((*shape, problem.head_dim_v), problem.dtype)
     lse = xp.full(shape, -np.inf, problem.lse_dtype)
-    stages = stages_of(share.all_heads(), share.q, share.k, share.v, most=STAGES)
 
-    def compute(stage: Stage, block: Block, k: Array, v: Array) -> None:
-        target = stage.of_q(out)[..., block.rows, :]
-        of_rows = stage.of_q(lse, 0)[..., block.rows]
-        q, parts = stage.of_q(share.q), share.parts(stage.heads)
-        parts.forward(block, q, rows_back(k), rows_back(v), target, of_rows)
+    def compute(stage: Stage, parts: Parts, block: Block) -> None:
+        rows = stage.of_q(out)[..., block.rows, :], stage.of_lse(lse)[..., block.rows]
+        parts.forward(block, (stage.of_q(share.q), *gathered.kv), *rows)
 
-    ticket, kv = yield from _begin(share, stages[0], everything)
-    for number, stage in enumerate(stages):
-        if ticket is not None:
-            yield Wait(ticket)
-        here = kv
-        if number + 1 < len(stages):
-            ticket, kv = yield from _begin(share, stages[number + 1], everything)
-        bounds, has_sink = share.parts(stage.heads).bounds, "sink" in share.options.arrays
-        for block in blocks_of(queries, everything, bounds, sink=has_sink):
-            yield Compute(partial(compute, stage, block, *here), block.pairs)
+    for number, stage in enumerate(gathered.stages):
+        yield from gathered.take(number)
+        parts = share.parts(stage.heads)
+        for block in gathered.blocks(parts):
+            yield Compute(partial(compute, stage, parts, block), block.pairs)
     return out, lse
 
 
-def backward(share: Share, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
+def backward(share: Share, _: int, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
     """Gradients of own rows, canonical, and of options, by name."""
-    xp = share.xp
-    everything = joined(tuple(c for own in share.keys for c in own))
-    queries = share.queries[share.rank]
+    xp, dtype, gathered = share.xp, share.sums_dtype, _Gathered(share)
     of_options = OptionGradients(share, wanted)
-    dq = xp.empty(share.q.shape, share.sums_dtype)
-    names = [n for n in KV if n in wanted]
-    sums = {n: xp.zeros(getattr(share, n).shape, share.sums_dtype) for n in names}
-    stages = stages_of(share.all_heads(), share.q, share.k, share.v, most=STAGES)
+    dq = xp.empty(share.q.shape if "q" in wanted else 0, dtype)
+    sums = {n: xp.zeros(getattr(share, n).shape, dtype) for n in KV if n in wanted}
 
-    def compute(stage: Stage, block: Block, k: Array, v: Array, onto: dict[str, Summed]) -> None:
-        parts, of_heads = share.parts(stage.heads), stage.of_saved(saved)
-        qkv = stage.of_q(share.q), rows_back(k), rows_back(v)
-        of_options.add(parts, block, parts.backward(block, *qkv, of_heads, wanted, onto))
+    def compute(stage: Stage, parts: Parts, block: Block, onto: dict[str, Summed]) -> None:
+        qkv, of_heads = (stage.of_q(share.q), *gathered.kv), stage.of_saved(saved)
+        of_options.add(parts, block, parts.backward(block, qkv, of_heads, wanted, onto))
 
-    def taken(stage: Stage, returned: list[tuple[str, Any, dict[int, Array]]]) -> Schedule:
-        for name, back, came in returned:
-            if back is not None:
-                yield Wait(back)
+    def send_home(stage: Stage, dkv: dict[str, Array]) -> Schedule:
+        """Begin to send gradients of keys of all ranks. Returns what remains to be done."""
+        shapes = {n: (share.k.shape[-2], *a.shape[1:]) for n, a in dkv.items()}
+        home = [
+            gathered.group.give_back(a, partial(_room, xp, shapes[n], dtype))
+            for n, a in dkv.items()
+        ]
+        ticket, brought = yield from begun(home)
+        return add_brought(stage, ticket, dict(zip(dkv, brought, strict=True)))
+
+    def add_brought(stage: Stage, ticket: Any, brought: dict[str, dict[int, Array]]) -> Schedule:
+        yield Wait(ticket)
+        for name, came in brought.items():
             target = stage.of_kv(sums[name])
-            for rank in range(share.size):
+            for rank in gathered.group.ranks:
                 target += rows_back(came[rank])
 
-    ticket, kv = yield from _begin(share, stages[0], everything)
-    rows, before = share.k.shape[-2], None
-    for number, stage in enumerate(stages):
-        if ticket is not None:
-            yield Wait(ticket)
-        here = dict(zip(KV, kv, strict=True))
-        if number + 1 < len(stages):
-            ticket, kv = yield from _begin(share, stages[number + 1], everything)
-        dkv = {n: xp.empty(here[n].shape, share.sums_dtype) for n in names}
+    under_way: Any = ()
+    for number, stage in enumerate(gathered.stages):
+        yield from gathered.take(number)
+        parts = share.parts(stage.heads)
+        dkv = {
+            n: xp.empty(xp.moveaxis(a, -2, 0).shape, dtype)
+            for n, a in zip(KV, gathered.kv, strict=True)
+            if n in sums
+        }
         onto = {n: Summed(rows_back(a)) for n, a in dkv.items()}
         if "q" in wanted:
             onto["q"] = Summed(stage.of_q(dq))
-        bounds, has_sink = share.parts(stage.heads).bounds, "sink" in share.options.arrays
-        for block in blocks_of(queries, everything, bounds, sink=has_sink):
-            work = partial(compute, stage, block, here["k"], here["v"], onto)
-            yield Compute(work, block.pairs)
+        for block in gathered.blocks(parts):
+            yield Compute(partial(compute, stage, parts, block, onto), block.pairs)
         for each in onto.values():
             each.finish()
-        if before is not None:
-            yield from taken(*before)
-        returned = []
-        for name, array in dkv.items():
-            shape, dtype = (rows, *array.shape[1:]), array.dtype
-            back, came = yield from returning(
-                share.rank,
-                range(share.size),
-                share.keys,
-                everything,
-                array,
-                partial(_room, xp, shape, dtype),
-            )
-            returned.append((name, back, came))
-        before = stage, returned
-    if before is not None:
-        yield from taken(*before)
+        yield from under_way
+        under_way = (yield from send_home(stage, dkv)) if dkv else ()
+    yield from under_way
     result = {"q": rounded(dq, share.q.dtype)} if "q" in wanted else {}
     result |= {n: rounded(a, getattr(share, n).dtype) for n, a in sums.items()}
     return result | (yield from of_options.finished())

@@ -7,15 +7,12 @@ from typing import Any, Unpack
 
 from cuflash._api import arguments
 from cuflash._api.arguments import QKV
-from cuflash._arrays import array_module, rounded
+from cuflash._arrays import Array, array_module, rounded
 from cuflash._problem.checks import flag
 from cuflash._problem.options import ScoreOptions
 from cuflash._results import AttentionResult, Gradients
-from cuflash.distributed import _all_gather, _two_level
-from cuflash.distributed._communicator import Communicator, Schedule
-from cuflash.distributed._run import as_given, run
-from cuflash.distributed._share import Share
-from cuflash.distributed._traffic import Candidate
+from cuflash.distributed._communicator import Communicator
+from cuflash.distributed._run import Asked, Call, run
 
 
 def attention(
@@ -85,20 +82,13 @@ def attention(
     True
     """
     return_lse = flag("return_lse", return_lse)
+    asked = Asked.of("attention", layout, method, axes, precision, deterministic)
 
-    def schedule(share: Share, how: Candidate, _: None) -> Schedule:
-        return _two_level.forward(share, how.across) if how.across else _all_gather.forward(share)
+    def finished(_: Call, found: tuple[Array, Array]) -> Any:
+        out = array_module(found[0]).moveaxis(found[0], (-2, -1), asked.axes[3])
+        return AttentionResult(out, found[1]) if return_lse else out
 
-    found, pairs = run(
-        "attention", comm, layout, method, (q, k, v), None, None, schedule,
-        options=options, axes=axes, precision=precision, deterministic=deterministic,
-        score_options=score_options,
-    )  # fmt: skip
-    results = {}
-    for rank, (_, (out, lse)) in found.items():
-        out = array_module(out).moveaxis(out, (-2, -1), pairs[3])
-        results[rank] = AttentionResult(out, lse) if return_lse else out
-    return as_given(comm, results)
+    return run(asked, comm, (q, k, v), None, None, options, score_options, finished)
 
 
 def attention_backward(
@@ -152,26 +142,17 @@ def attention_backward(
     >>> distributed.attention_backward(x, x, x, x, outs, lses, comm=comm)[1].dv.shape
     (8, 4)
     """
+    asked = Asked.of("attention_backward", layout, method, axes, precision, deterministic)
 
-    def schedule(share: Share, how: Candidate, extra: Any) -> Schedule:
-        saved, wanted = extra
-        if how.across:
-            return _two_level.backward(share, how.across, saved, wanted)
-        return _all_gather.backward(share, saved, wanted)
+    def finished(call: Call, found: dict[str, Array]) -> Gradients:
+        for name, pair in zip(QKV, asked.axes, strict=False):
+            if name in found:
+                array = rounded(found[name], call.given[name].dtype)
+                found[name] = array_module(array).moveaxis(array, (-2, -1), pair)
+        return arguments.by_field(found, wrt)
 
-    found, pairs = run(
-        "attention_backward", comm, layout, method, (q, k, v), (dout, out, lse, dlse), wrt,
-        schedule, options=options, axes=axes, precision=precision, deterministic=deterministic,
-        score_options=score_options,
-    )  # fmt: skip
-    results = {}
-    for rank, (call, gradients) in found.items():
-        for i, name in enumerate(QKV):
-            if name in gradients:
-                array = rounded(gradients[name], call.given[name].dtype)
-                gradients[name] = array_module(array).moveaxis(array, (-2, -1), pairs[i])
-        results[rank] = arguments.by_field(gradients, wrt)
-    return as_given(comm, results)
+    saved = dout, out, lse, dlse
+    return run(asked, comm, (q, k, v), saved, wrt, options, score_options, finished)
 
 
 def attention_vjp(
@@ -220,13 +201,12 @@ def attention_vjp(
     >>> pullback(out)[0].dk.shape
     (8, 4)
     """
-    common: dict[str, Any] = {"comm": comm, "layout": layout, "method": method, "axes": axes}
-    common |= {"options": options, "precision": precision, "deterministic": deterministic}
-    common |= score_options
+    common: dict[str, Any] = {
+        "comm": comm, "layout": layout, "method": method, "options": options, "axes": axes,
+        "precision": precision, "deterministic": deterministic, **score_options,
+    }  # fmt: skip
     result = attention(q, k, v, return_lse=True, **common)
-    several = comm.in_lists
-    out = [r.out for r in result] if several else result.out
-    lse = [r.lse for r in result] if several else result.lse
+    out, lse = zip(*result, strict=True) if comm.in_lists else result
 
     def pullback(dout: Any, /, *, dlse: Any = None, wrt: tuple[str, ...] = QKV) -> Any:
         return attention_backward(dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, **common)

@@ -12,10 +12,11 @@ Messages of one rank to another arrive in the order in which their exchanges lis
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from cuflash._arrays import Array
 from cuflash._errors import shown, wrong_type
@@ -55,8 +56,12 @@ class Compute:
 class Exchange:
     """Contiguous arrays to send, each to a rank, and contiguous arrays to fill, each from one."""
 
-    sends: tuple[tuple[int, Array], ...]
-    receives: tuple[tuple[int, Array], ...]
+    sends: tuple[tuple[int, Array], ...] = ()
+    receives: tuple[tuple[int, Array], ...] = ()
+
+    def __add__(self, other: Exchange) -> Exchange:
+        """Both as one: what takes part in an exchange does not wait for another."""
+        return Exchange(self.sends + other.sends, self.receives + other.receives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,51 +79,58 @@ class Agreements:
     known: dict[Any, tuple[int, Any]] = field(default_factory=dict)  # by own rank and key
 
 
-class Communicator(Protocol):
-    """Joins ranks, one of a process or several."""
+class Communicator(ABC):
+    """Joins ranks, of which this process runs one, or all.
 
-    size: int
-    agreements: Agreements
-    #: The ranks that this process runs.
-    ranks: tuple[int, ...]
-    #: Whether functions take and return a list with one array for each rank.
-    in_lists: bool
+    Attributes
+    ----------
+    size : int
+        How many ranks there are.
+    ranks : tuple of int
+        Those that this process runs.
+    in_lists : bool
+        Whether functions take and return a list with one array for each rank.
+    """
+
+    def __init__(self, size: int, rank: int | None = None) -> None:
+        self.size, self.in_lists = size, rank is None
+        self.ranks: tuple[int, ...] = tuple(range(size)) if rank is None else (rank,)
+        self.agreements = Agreements()
 
     def agree(self, facts: Mapping[int, bytes]) -> list[bytes]:
         """What every rank says, in order of ranks; ``facts`` has what own ranks say."""
+        return [facts[rank] for rank in self.ranks]
 
+    @abstractmethod
     def start(self, exchanges: Mapping[int, Exchange]) -> Any:
         """Begin the exchanges of own ranks; a ticket."""
 
+    @abstractmethod
     def wait(self, ticket: Any) -> None:
         """Return when what was received can be used on the current stream."""
 
     def on(self, rank: int) -> AbstractContextManager[Any]:
         """Context in which a rank's device is current."""
+        del rank
+        return nullcontext()
 
     def free_memory(self, rank: int) -> int | None:
         """Bytes that a rank's device can still give; None where nobody has to ask."""
+        del rank
+        return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Leave; other ranks that still wait for this one get a CommunicationError."""
 
 
-_NAMES = (
-    "size", "ranks", "in_lists", "agreements", "agree", "start", "wait", "on", "free_memory",
-    "close",
-)  # fmt: skip
-
-
-def checked_communicator(comm: Any) -> Communicator:
-    """What joins ranks; a TypeError for anything else."""
-    if not all(hasattr(comm, name) for name in _NAMES):
+def checked_communicator(comm: Any) -> None:
+    """Raise a TypeError for what does not join ranks."""
+    if not isinstance(comm, Communicator):
         expected = (
             "a communicator of cuflash.distributed: connect, from_environment, from_mpi, "
             "from_devices or simulated"
         )
         raise wrong_type("comm", shown(comm), expected)
-    found: Communicator = comm
-    return found
 
 
 def drive(communicator: Communicator, schedules: Mapping[int, Schedule]) -> dict[int, Any]:
@@ -132,7 +144,8 @@ def drive(communicator: Communicator, schedules: Mapping[int, Schedule]) -> dict
                 try:
                     record = schedule.send(replies[rank])
                     while isinstance(record, Compute):
-                        record = schedule.send(record.run())
+                        reply, record = record.run(), None  # which lets go of its arrays
+                        record = schedule.send(reply)
                     posted[rank] = record
                 except StopIteration as end:
                     results[rank] = end.value
@@ -150,11 +163,3 @@ def drive(communicator: Communicator, schedules: Mapping[int, Schedule]) -> dict
             communicator.wait(first.ticket)
             replies = dict.fromkeys(posted)
     return results
-
-
-def exchanged(
-    sends: tuple[tuple[int, Array], ...], receives: tuple[tuple[int, Array], ...]
-) -> Schedule:
-    """Exchange and wait."""
-    ticket = yield Exchange(sends, receives)
-    yield Wait(ticket)

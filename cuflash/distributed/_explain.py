@@ -8,10 +8,11 @@ from typing import Any, Unpack
 import numpy as np
 
 from cuflash._errors import shown, wrong_type, wrong_value
-from cuflash._problem.checks import integer_value, is_integer
+from cuflash._problem.checks import is_integer
 from cuflash._problem.operand import axes_without_values, core_axes
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.problem import describe
+from cuflash.distributed._layout import counted
 from cuflash.distributed._traffic import Extents, candidates, checked_method, chosen, table
 
 
@@ -65,11 +66,11 @@ def explain(
     >>> print(text.splitlines()[-1])
     auto: ring, the fewest bytes of the methods that fit into memory
     """
-    size = _count("size", size, 1)
+    size = counted("size", size, 1)
     if memory is not None:
-        memory = _count("memory", memory, 0)
+        memory = counted("memory", memory, 0)
     if ranks_per_host is not None:
-        together = _count("ranks_per_host", ranks_per_host, 1)
+        together = counted("ranks_per_host", ranks_per_host, 1)
         if size % together:
             raise wrong_value("ranks_per_host", together, f"a divisor of the {size} ranks")
         ranks_per_host = together if together < size else None  # one host
@@ -96,14 +97,3 @@ def explain(
     lines += table(candidates(extents, size, ranks_per_host), size)
     across = f" with {own.across} ranks that exchange heads" if own.method == "usp" else ""
     return "\n".join([*lines, f"{method}: {own.method}{across}, {why}"])
-
-
-def _count(name: str, value: Any, least: int) -> int:
-    """An int from ``least`` on."""
-    expected = "a positive int" if least else "an int from 0 on"
-    if not is_integer(value):
-        raise wrong_type(name, shown(value), expected)
-    number = integer_value(name, value, expected)
-    if number < least:
-        raise wrong_value(name, shown(value), expected)
-    return number

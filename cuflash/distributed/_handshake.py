@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import platform
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from cuflash import __version__
 from cuflash._arrays import is_cupy, native
-from cuflash._errors import shown
+from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import OPTION_NAMES, Options
 from cuflash.distributed._communicator import CommunicationError, Communicator
+from cuflash.distributed._layout import Chunks, chunks_of, rows_of
 
 T = TypeVar("T")
 _KEPT = 256  # agreements
@@ -27,25 +28,26 @@ def facts_of_options(options: Options) -> dict[str, Any]:
     Rows are each rank's own. Lengths and offsets that the host can read are compared by value.
     """
     facts: dict[str, Any] = {}
+    of_arrays = {ARRAYS[name][0].name for name in options.arrays}
     for name in OPTION_NAMES:
         value = getattr(options, name)
         if name in ("score_mod", "mask_mod"):
             facts[name] = None if value is None else value.expression
-        elif not any(array in options.arrays for array in _arrays_of(name)):
+        elif name not in of_arrays:
             facts[name] = value
     for name, array in options.arrays.items():
-        core = ARRAYS[name][1]
-        shape = list(array.shape)
-        if "m" in core and len(shape) >= len(core):
-            shape[len(shape) - len(core)] = 0
+        axis = axis_of_queries(name, array)
+        shape = [0 if i == axis else n for i, n in enumerate(array.shape, -array.ndim)]
         facts[name] = f"{array.dtype} {shape}"
         if ARRAYS[name][0].from_host and isinstance(array, np.ndarray):
             facts[name] += f" {zlib.crc32(array.tobytes()):08x}"
     return facts
 
 
-def _arrays_of(option: str) -> tuple[str, ...]:
-    return tuple(name for name, (own, _) in ARRAYS.items() if own.name == option)
+def axis_of_queries(name: str, array: Any) -> int | None:
+    """The axis, counted from the end, along which an option's array has a value for each query."""
+    core = ARRAYS[name][1]
+    return core.index("m") - len(core) if "m" in core and array.ndim >= len(core) else None
 
 
 def agreed(
@@ -66,8 +68,7 @@ def agreed(
         except Exception as raised:
             error = error or raised
             facts[rank] = {"error": f"{type(raised).__name__}: {raised}"}
-        facts[rank]["version"] = __version__
-        facts[rank]["host"] = platform.node()
+        facts[rank] |= {"version": __version__, "host": platform.node()}
     texts = {rank: json.dumps(found).encode() for rank, found in facts.items()}
     everyones: list[dict[str, Any]] = [json.loads(t) for t in communicator.agree(texts)]
     if error is not None:
@@ -75,11 +76,50 @@ def agreed(
     for rank, found in enumerate(everyones):
         if "error" in found:
             raise CommunicationError(f"rank {rank} refused the call: {found['error']}", rank)
-    versions = [found["version"] for found in everyones]
-    compare("cuflash", dict(enumerate(versions)))
+    _compare("cuflash", [found["version"] for found in everyones])
     for name in everyones[0].get("alike", {}):
-        compare(name, {r: found["alike"].get(name) for r, found in enumerate(everyones)})
+        _compare(name, [found["alike"].get(name) for found in everyones])
     return everyones, own
+
+
+def _compare(name: str, values: Sequence[Any]) -> None:
+    """Raise ValueError unless all ranks have one value."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise ValueError(
+                f"{name}: got {shown(value)} on rank {rank}, expected {shown(values[0])} as on "
+                "rank 0; all ranks make the same call"
+            )
+
+
+def held_rows(name: str, rows: Sequence[int], layout: str) -> tuple[Chunks, ...]:
+    """The chunks of each rank; a ValueError where one has other rows than the layout gives it."""
+    held = chunks_of(sum(rows), len(rows), layout)
+    for rank, (got, own) in enumerate(zip(rows, held, strict=True)):
+        if got != rows_of(own):
+            raise wrong_value(
+                name, f"{got} rows on rank {rank}",
+                f"{rows_of(own)}, its part of {sum(rows)} rows in the {layout} layout",
+                "cuflash.distributed.shard cuts like this",
+            )  # fmt: skip
+    return held
+
+
+def own_of(communicator: Communicator, rank: int, name: str, value: Any) -> Any:
+    """A rank's own part of an argument."""
+    if not communicator.in_lists:
+        return value
+    if not isinstance(value, list | tuple) or len(value) != communicator.size:
+        expected = f"a list of {communicator.size} arrays, one for each rank"
+        raise wrong_type(name, type(value).__name__, expected, "this process runs all ranks")
+    return value[rank]
+
+
+def as_given(communicator: Communicator, results: Mapping[int, T]) -> T | list[T]:
+    """One result, or a list of all."""
+    if communicator.in_lists:
+        return [results[rank] for rank in communicator.ranks]
+    return results[communicator.ranks[0]]
 
 
 def layout_of(array: Any) -> tuple[Any, ...]:
@@ -89,30 +129,17 @@ def layout_of(array: Any) -> tuple[Any, ...]:
     return array.shape, array.strides, array.dtype, device
 
 
-def recalled(
-    communicator: Communicator, key_of: Callable[[int], Any]
-) -> tuple[dict[int, Any], dict[int, Any]]:
-    """What ranks have agreed on before for this call, if all make it again; and the keys of calls.
+def recalled(communicator: Communicator, keys: Mapping[int, Any]) -> dict[int, T]:
+    """What ranks agreed on for the calls of these keys, if all ranks make them again.
 
-    ``key_of(rank)`` is a key, or None for a call that has to be compared every time. Where it
-    raises, the comparison will raise for all.
+    A call without a key has to be compared every time.
     """
-    keys: dict[int, Any] = {}
-    found: dict[int, tuple[int, Any]] = dict.fromkeys(communicator.ranks, (-1, None))
-    for rank in communicator.ranks:
-        try:
-            with communicator.on(rank):
-                key = key_of(rank)
-            if key is not None:
-                found[rank] = communicator.agreements.known.get((rank, key), found[rank])
-                keys[rank] = rank, key
-        except Exception:
-            continue
-    numbers = {rank: b"%d" % number for rank, (number, _) in found.items()}
-    everyones = set(communicator.agree(numbers))
+    known = communicator.agreements.known
+    found = {r: known.get((r, keys.get(r)), (-1, None)) for r in communicator.ranks}
+    everyones = set(communicator.agree({r: b"%d" % number for r, (number, _) in found.items()}))
     if len(everyones) > 1 or b"-1" in everyones:
-        return {}, keys
-    return {rank: known for rank, (_, known) in found.items()}, keys
+        return {}
+    return {rank: agreement for rank, (_, agreement) in found.items()}
 
 
 def remember(communicator: Communicator, keys: Mapping[int, Any], known: Mapping[int, Any]) -> None:
@@ -122,15 +149,5 @@ def remember(communicator: Communicator, keys: Mapping[int, Any], known: Mapping
     if memory.number % _KEPT == 0:
         memory.known.clear()
     for rank, key in keys.items():
-        memory.known[key] = memory.number, known[rank]
-
-
-def compare(name: str, values: Mapping[int, Any]) -> None:
-    """Raise ValueError unless all ranks have one value."""
-    first = values[0]
-    for rank, value in values.items():
-        if value != first:
-            raise ValueError(
-                f"{name}: got {shown(value)} on rank {rank}, expected {shown(first)} as on rank 0; "
-                "all ranks make the same call"
-            )
+        if key is not None:
+            memory.known[rank, key] = memory.number, known[rank]

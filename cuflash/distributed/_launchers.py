@@ -11,8 +11,8 @@ from typing import Any
 
 from cuflash._arrays import imported_cupy
 from cuflash._errors import shown, wrong_type, wrong_value
-from cuflash._problem.checks import integer_value, is_integer
 from cuflash.distributed._communicator import Communicator
+from cuflash.distributed._layout import counted_rank
 from cuflash.distributed._links import joined
 from cuflash.distributed._nccl import Devices, Nccl, devices_of, nccl_module
 from cuflash.distributed._processes import Processes
@@ -21,8 +21,6 @@ SECRET = "CUFLASH_SECRET"
 TRANSPORTS = ("nccl", "host")
 _SLURM_PORTS = range(20000, 30000)
 _LEAST_SECRET = 8
-#: How variables of Open MPI and of MPICH begin, and which one is the local rank.
-_MPI = {"OMPI_COMM_WORLD": "OMPI_COMM_WORLD_LOCAL_RANK", "PMI": "MPI_LOCALRANKID"}
 
 
 def connect(
@@ -76,11 +74,7 @@ def connect(
     1
     >>> comm.close()
     """
-    for name, value, low in (("rank", rank, 0), ("size", size, 1)):
-        if not is_integer(value):
-            raise wrong_type(name, shown(value), "an int")
-        if integer_value(name, value, "an int") < low or (name == "rank" and value >= size):
-            raise wrong_value(name, shown(value), f"an int from {low}, a rank below size")
+    rank, size = counted_rank(rank, size)
     if transport not in TRANSPORTS:
         raise wrong_value("transport", shown(transport), " or ".join(map(repr, TRANSPORTS)))
     place, known = _place(address), _secret(secret)
@@ -208,7 +202,7 @@ def from_devices(devices: Any, /) -> Communicator:
     >>> q = distributed.shard(q, comm=comm)  # doctest: +SKIP
     """
     _require_nccl()
-    return Devices(devices_of(devices))
+    return Devices.of(devices_of(devices))
 
 
 def _over_nccl(control: Processes, device: int, init_timeout: float) -> Communicator:
@@ -230,27 +224,39 @@ def _require_nccl() -> Any:
 
 def _launched(found: Mapping[str, str]) -> tuple[int, int, int, str]:
     """Rank, size, local rank and address, of the first launcher that left its variables."""
-    if "RANK" in found and "WORLD_SIZE" in found:
-        host, port = found.get("MASTER_ADDR", "127.0.0.1"), int(found.get("MASTER_PORT", "29399"))
-        rank = int(found["RANK"])
-        local = int(found.get("LOCAL_RANK", rank))
-        return rank, int(found["WORLD_SIZE"]), local, f"{host}:{port + 1}"
-    if "SLURM_PROCID" in found and "SLURM_NTASKS" in found:
-        rank = int(found["SLURM_PROCID"])
-        port = _SLURM_PORTS[int(found.get("SLURM_JOB_ID", 0)) % len(_SLURM_PORTS)]
-        several = int(found.get("SLURM_NNODES", 1)) > 1
-        host = first_host(found.get("SLURM_JOB_NODELIST", "")) if several else "127.0.0.1"
-        local = int(found.get("SLURM_LOCALID", rank))
-        return rank, int(found["SLURM_NTASKS"]), local, f"{host}:{port}"
-    for prefix, local_name in _MPI.items():
-        if f"{prefix}_RANK" in found and f"{prefix}_SIZE" in found:
-            rank = int(found[f"{prefix}_RANK"])
-            local = int(found.get(local_name, rank))
-            return rank, int(found[f"{prefix}_SIZE"]), local, "127.0.0.1:29400"
+    for (rank_of, size_of, local_of), address_of in _LAUNCHERS.items():
+        if rank_of in found and size_of in found:
+            rank, size = int(found[rank_of]), int(found[size_of])
+            return rank, size, int(found.get(local_of, rank)), address_of(found)
     raise RuntimeError(
         "no launcher has set RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK or PMI_RANK; "
         "start with torchrun, srun or mpirun, or call cuflash.distributed.connect(rank, size)"
     )
+
+
+def _beside_torchrun(found: Mapping[str, str]) -> str:
+    """The port above that of torchrun, which listens at its own."""
+    return f"{found.get('MASTER_ADDR', '127.0.0.1')}:{int(found.get('MASTER_PORT', 29399)) + 1}"
+
+
+def _of_slurm(found: Mapping[str, str]) -> str:
+    """The first host, and a port that follows from the job."""
+    port = _SLURM_PORTS[int(found.get("SLURM_JOB_ID", 0)) % len(_SLURM_PORTS)]
+    several = int(found.get("SLURM_NNODES", 1)) > 1
+    return f"{first_host(found.get('SLURM_JOB_NODELIST', '')) if several else '127.0.0.1'}:{port}"
+
+
+def _loopback(_: Mapping[str, str]) -> str:
+    return "127.0.0.1:29400"
+
+
+#: By the variables of rank, size and local rank: where rank 0 listens. The first that is there.
+_LAUNCHERS = {
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"): _beside_torchrun,
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"): _of_slurm,
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"): _loopback,
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"): _loopback,  # of MPICH
+}
 
 
 def first_host(nodes: str) -> str:

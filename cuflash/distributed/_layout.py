@@ -96,6 +96,25 @@ def within(chunk: Chunk, holder: Chunks) -> slice:
     raise LookupError(f"{chunk} is not in {holder}")
 
 
+def counted(name: str, value: Any, least: int) -> int:
+    """An int from ``least`` on."""
+    expected = "a positive int" if least else "an int from 0 on"
+    if not is_integer(value):
+        raise wrong_type(name, shown(value), expected)
+    number = integer_value(name, value, expected)
+    if number < least:
+        raise wrong_value(name, shown(value), expected)
+    return number
+
+
+def counted_rank(rank: Any, size: Any) -> tuple[int, int]:
+    """A rank, below how many."""
+    size = counted("size", size, 1)
+    if counted("rank", rank, 0) >= size:
+        raise wrong_value("rank", shown(rank), f"a rank below size, {size}")
+    return int(rank), size
+
+
 def positions(length: int, rank: int, size: int, *, layout: str = "zigzag") -> np.ndarray:
     """Positions in the whole sequence of the rows that a rank holds, in their order there.
 
@@ -127,11 +146,6 @@ def positions(length: int, rank: int, size: int, *, layout: str = "zigzag") -> n
     >>> distributed.positions(8, 0, 2)
     array([0, 1, 6, 7])
     """
-    for name, value, low in (("length", length, 0), ("rank", rank, 0), ("size", size, 1)):
-        if not is_integer(value):
-            raise wrong_type(name, shown(value), "an int")
-        if integer_value(name, value, "an int") < low or (name == "rank" and value >= size):
-            expected = "a rank below size" if name == "rank" else f"an int from {low} on"
-            raise wrong_value(name, shown(value), expected)
-    held = chunks_of(length, size, checked_layout(layout))[rank]
+    rank, size = counted_rank(rank, size)
+    held = chunks_of(counted("length", length, 0), size, checked_layout(layout))[rank]
     return np.concatenate([np.arange(0), *(np.arange(*chunk) for chunk in held)])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import json
 import secrets
 import socket
@@ -52,108 +51,131 @@ def joined(
     rank: int, size: int, address: tuple[str, int], secret: bytes, timeout: float
 ) -> dict[int, socket.socket]:
     """Connections to all other ranks, by rank."""
-    deadline = Deadline(timeout)
-    with contextlib.ExitStack() as on_error:
-        links: dict[int, socket.socket] = {}
-        on_error.callback(_close_all, links)
+    meeting = _Meeting(rank, size, secret, Deadline(timeout))
+    try:
         if rank == 0:
-            _gather_all(size, address, secret, deadline, links)
+            meeting.gather_all(address)
         else:
-            _join(rank, size, address, secret, deadline, links)
-        for link in links.values():
-            link.settimeout(None)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        on_error.pop_all()
-        return links
+            meeting.join(address)
+    except BaseException:
+        for link in meeting.links.values():
+            link.close()
+        raise
+    for link in meeting.links.values():
+        link.settimeout(None)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return meeting.links
 
 
-def _gather_all(
-    size: int,
-    address: tuple[str, int],
-    secret: bytes,
-    deadline: Deadline,
-    links: dict[int, socket.socket],
-) -> None:
-    """What rank 0 does: wait for all, then tell all where the others are."""
-    places: dict[str, Any] = {}
-    refused: list[str] = []
-    with _listening(address, size) as listener:
-        while len(links) < size - 1:
-            link, found = _accepted(listener, secret, deadline, refused)
-            if link is None:
-                missing = [r for r in range(1, size) if r not in links]
-                raise _missing(missing, refused)
-            other, other_size, problem = found.get("rank"), found.get("size"), ""
-            if other_size != size:
-                problem = f"rank {other} was told of {other_size} ranks, rank 0 of {size}"
-            elif not isinstance(other, int) or not 0 < other < size or other in links:
-                problem = f"rank {other} is there twice, or is none of {size} ranks"
-            if problem or other is None:
-                _tell(link, {"error": problem})
+class _Meeting:
+    """One rank while ranks look for each other."""
+
+    def __init__(self, rank: int, size: int, secret: bytes, deadline: Deadline) -> None:
+        self._rank, self._size, self._secret, self._deadline = rank, size, secret, deadline
+        self.links: dict[int, socket.socket] = {}
+        self._refused: list[str] = []
+
+    def gather_all(self, address: tuple[str, int]) -> None:
+        """What rank 0 does: wait for all, then tell all where the others are."""
+        places: dict[str, Any] = {}
+        size = self._size
+        with _listening(address, size) as listener:
+            while len(self.links) < size - 1:
+                link, found = self._accepted(listener)
+                other, problem = found.get("rank"), ""
+                if found.get("size") != size:
+                    problem = (
+                        f"rank {other} was told of {found.get('size')} ranks, rank 0 of {size}"
+                    )
+                elif not isinstance(other, int) or not 0 < other < size or other in self.links:
+                    problem = f"rank {other} is there twice, or is none of {size} ranks"
+                if problem or other is None:
+                    for known in (link, *self.links.values()):
+                        _tell(known, {"error": problem})
+                    link.close()
+                    raise CommunicationError(problem)
+                self.links[other] = link
+                places[str(other)] = [found["host"], found["port"]]
+        for link in self.links.values():
+            _tell(link, {"places": places})
+
+    def join(self, address: tuple[str, int]) -> None:
+        """What another rank does: report to rank 0, connect to ranks below, accept ranks above."""
+        first = self.links[0] = self._connected(0, address)
+        host, hello = first.getsockname()[0], {"rank": self._rank, "size": self._size}
+        with _listening((host, 0), self._size) as listener:
+            _tell(first, hello | {"host": host, "port": listener.getsockname()[1]})
+            first.settimeout(self._deadline.left)
+            try:
+                found = _told(first)
+            except OSError as error:
+                text = f"rank {self._rank} waited for other ranks, which did not all come"
+                raise CommunicationError(text) from error
+            if "error" in found:
+                raise CommunicationError(found["error"])
+            for other in range(1, self._rank):
+                host, port = found["places"][str(other)]
+                self.links[other] = self._connected(other, (host, port))
+                _tell(self.links[other], hello)
+            while len(self.links) < self._size - 1:
+                link, theirs = self._accepted(listener)
+                self.links[theirs["rank"]] = link
+
+    def _accepted(self, listener: socket.socket) -> tuple[socket.socket, dict[str, Any]]:
+        """The next connection that knows the secret, and its hello."""
+        while not self._deadline.over:
+            listener.settimeout(self._deadline.left)
+            try:
+                link, _ = listener.accept()
+            except TimeoutError:
+                break
+            link.settimeout(min(self._deadline.left, 5.0))  # a stranger must not hold up the others
+            try:
+                nonce = secrets.token_bytes(_CHALLENGE)
+                link.sendall(nonce)
+                theirs, proof = _exactly(link, _CHALLENGE), _exactly(link, 32)
+                if not hmac.compare_digest(proof, self._proof(b"connect", nonce, theirs)):
+                    raise WrongSecretError("a wrong secret")
+                link.sendall(self._proof(b"listen", theirs, nonce))
+                return link, _told(link)
+            except (OSError, ValueError, CommunicationError) as error:
+                self._refused.append(str(error) or type(error).__name__)
                 link.close()
-                for known in links.values():
-                    _tell(known, {"error": problem})
-                raise CommunicationError(problem)
-            links[other] = link
-            places[str(other)] = [found["host"], found["port"]]
-    for link in links.values():
-        _tell(link, {"places": places})
+        low = self._rank + 1  # ranks above this one come to it
+        missing = [rank for rank in range(low, self._size) if rank not in self.links]
+        text = f"ranks that did not come in time: {', '.join(map(str, missing))}"
+        if self._refused:
+            text += f"; {len(self._refused)} connections were refused ({self._refused[-1]})"
+        raise CommunicationError(text, missing[0])
 
-
-def _join(
-    rank: int,
-    size: int,
-    address: tuple[str, int],
-    secret: bytes,
-    deadline: Deadline,
-    links: dict[int, socket.socket],
-) -> None:
-    """What another rank does: report to rank 0, connect to ranks below, accept ranks above."""
-    first = links[0] = _connected(0, address, secret, deadline)
-    host = first.getsockname()[0]
-    with _listening((host, 0), size) as listener:
-        port = listener.getsockname()[1]
-        _tell(first, {"rank": rank, "size": size, "host": host, "port": port})
-        first.settimeout(deadline.left)
+    def _connected(self, other: int, address: tuple[str, int]) -> socket.socket:
+        """A connection to a rank that may not listen yet."""
+        while True:
+            try:
+                link = socket.create_connection(address, timeout=self._deadline.left)
+                break
+            except OSError as error:
+                if self._deadline.over:
+                    text = f"rank {other} cannot be reached at {address[0]}:{address[1]} ({error})"
+                    raise CommunicationError(text, other) from error
+                time.sleep(min(_RETRY, self._deadline.left))
         try:
-            found = _told(first)
+            link.settimeout(self._deadline.left)
+            theirs, nonce = _exactly(link, _CHALLENGE), secrets.token_bytes(_CHALLENGE)
+            link.sendall(nonce + self._proof(b"connect", theirs, nonce))
+            if not hmac.compare_digest(_exactly(link, 32), self._proof(b"listen", nonce, theirs)):
+                raise WrongSecretError(f"rank {other} does not know the secret", other)
         except OSError as error:
-            text = f"rank {rank} waited for other ranks, which did not all come"
-            raise CommunicationError(text) from error
-        if "error" in found:
-            raise CommunicationError(found["error"])
-        for other in range(1, rank):
-            place = found["places"][str(other)]
-            links[other] = _connected(other, (place[0], place[1]), secret, deadline)
-            _tell(links[other], {"rank": rank})
-        refused: list[str] = []
-        while len(links) < size - 1:
-            link, hello = _accepted(listener, secret, deadline, refused)
-            if link is None:
-                raise _missing([r for r in range(rank + 1, size) if r not in links], refused)
-            links[hello["rank"]] = link
+            link.close()
+            text = f"rank {other} refused the connection: its secret is another one"
+            raise WrongSecretError(text, other) from error
+        except CommunicationError:
+            link.close()
+            raise
+        return link
 
-
-def _close_all(links: dict[int, socket.socket]) -> None:
-    for link in links.values():
-        link.close()
-
-
-def _missing(ranks: list[int], refused: list[str]) -> CommunicationError:
-    names = ", ".join(map(str, ranks))
-    text = f"ranks that did not come in time: {names}"
-    if refused:
-        text += f"; {len(refused)} connections were refused ({refused[-1]})"
-    return CommunicationError(text, ranks[0])
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nothing beyond this machine reaches an address."""
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
+    def _proof(self, role: bytes, first: bytes, second: bytes) -> bytes:
+        return hmac.new(self._secret, role + first + second, hashlib.sha256).digest()
 
 
 @contextlib.contextmanager
@@ -164,67 +186,6 @@ def _listening(address: tuple[str, int], backlog: int) -> Any:
         listener.bind(address)
         listener.listen(backlog)
         yield listener
-
-
-def _accepted(
-    listener: socket.socket, secret: bytes, deadline: Deadline, refused: list[str]
-) -> tuple[socket.socket | None, dict[str, Any]]:
-    """The next connection that knows the secret, and its hello; None when time is over."""
-    while not deadline.over:
-        listener.settimeout(deadline.left)
-        try:
-            link, _ = listener.accept()
-        except TimeoutError:
-            break
-        link.settimeout(min(deadline.left, 5.0))  # a stranger must not hold up the others
-        try:
-            nonce = secrets.token_bytes(_CHALLENGE)
-            link.sendall(nonce)
-            theirs = _exactly(link, _CHALLENGE)
-            if not hmac.compare_digest(
-                _exactly(link, 32), _proof(secret, b"connect", nonce, theirs)
-            ):
-                raise WrongSecretError("a wrong secret")
-            link.sendall(_proof(secret, b"listen", theirs, nonce))
-            return link, _told(link)
-        except (OSError, ValueError, CommunicationError) as error:
-            refused.append(str(error) or type(error).__name__)
-            link.close()
-    return None, {}
-
-
-def _connected(
-    other: int, address: tuple[str, int], secret: bytes, deadline: Deadline
-) -> socket.socket:
-    """A connection to a rank that may not listen yet."""
-    while True:
-        try:
-            link = socket.create_connection(address, timeout=deadline.left)
-            break
-        except OSError as error:
-            if deadline.over:
-                text = f"rank {other} cannot be reached at {address[0]}:{address[1]} ({error})"
-                raise CommunicationError(text, other) from error
-            time.sleep(min(_RETRY, deadline.left))
-    try:
-        link.settimeout(deadline.left)
-        theirs = _exactly(link, _CHALLENGE)
-        nonce = secrets.token_bytes(_CHALLENGE)
-        link.sendall(nonce + _proof(secret, b"connect", theirs, nonce))
-        if not hmac.compare_digest(_exactly(link, 32), _proof(secret, b"listen", nonce, theirs)):
-            raise WrongSecretError(f"rank {other} does not know the secret", other)
-    except OSError as error:
-        link.close()
-        text = f"rank {other} refused the connection: its secret is another one"
-        raise WrongSecretError(text, other) from error
-    except CommunicationError:
-        link.close()
-        raise
-    return link
-
-
-def _proof(secret: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
-    return hmac.new(secret, role + first + second, hashlib.sha256).digest()
 
 
 def _exactly(link: socket.socket, number: int) -> bytes:

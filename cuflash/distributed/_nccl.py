@@ -9,7 +9,6 @@ communicator, which frees the GPU: kernels of NCCL wait for ever otherwise.
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import threading
 import time
@@ -21,7 +20,7 @@ import numpy as np
 
 from cuflash._arrays import Array, imported_cupy, is_cupy
 from cuflash._errors import shown, wrong_type, wrong_value
-from cuflash.distributed._communicator import Agreements, CommunicationError, Exchange
+from cuflash.distributed._communicator import CommunicationError, Communicator, Exchange
 from cuflash.distributed._processes import Processes
 
 _LOOK = 0.1  # seconds between looks at exchanges that have begun
@@ -36,10 +35,10 @@ def nccl_module() -> Any:
 
 
 class _Begun(NamedTuple):
-    """An exchange: where it ends on its stream, what it reads and writes, and since when."""
+    """Exchanges by rank: where they end on their streams, what they hold, and since when."""
 
-    event: Any
-    exchange: Exchange
+    events: Mapping[int, Any]
+    exchanges: Mapping[int, Exchange]
     since: float
 
 
@@ -79,6 +78,11 @@ class _Gpu:
         with self.on():
             self._cupy.cuda.get_current_stream().wait_event(event)
 
+    def abort(self) -> None:
+        """Give the communicator back; kernels that wait end."""
+        with self.on():
+            self.nccl.abort()
+
     def free_memory(self) -> int:
         """Bytes that the GPU, or CuPy's pool, can still give."""
         with self.on():
@@ -86,37 +90,70 @@ class _Gpu:
             return int(free + self._cupy.get_default_memory_pool().free_bytes())
 
 
-@contextlib.contextmanager
-def _group() -> Any:
-    nccl = nccl_module()
-    nccl.groupStart()
-    try:
-        yield
-    finally:
-        nccl.groupEnd()
+class Devices(Communicator):
+    """Ranks on GPUs that one process runs, all or one of several."""
+
+    def __init__(self, gpus: Mapping[int, _Gpu], size: int, rank: int | None = None) -> None:
+        super().__init__(size, rank)
+        self._gpus = gpus  # of own ranks
+
+    @classmethod
+    def of(cls, devices: Sequence[int]) -> Devices:
+        """All ranks."""
+        found = nccl_module().NcclCommunicator.initAll(list(devices))
+        gpus = map(_Gpu, devices, found)
+        return cls(dict(enumerate(gpus)), len(devices))
+
+    def start(self, exchanges: Mapping[int, Exchange]) -> _Begun:
+        """Begin all in one group."""
+        nccl = nccl_module()
+        nccl.groupStart()
+        try:
+            for rank, gpu in self._gpus.items():
+                gpu.post(exchanges[rank])
+        finally:
+            nccl.groupEnd()
+        events = {rank: gpu.ended() for rank, gpu in self._gpus.items()}
+        return _Begun(events, exchanges, time.monotonic())
+
+    def wait(self, ticket: _Begun) -> None:
+        """Let the current stream of each GPU wait; what was sent is held until here."""
+        for rank, gpu in self._gpus.items():
+            gpu.wait(ticket.events[rank])
+
+    def on(self, rank: int) -> Any:
+        """Context in which a rank's GPU is current."""
+        return self._gpus[rank].on()
+
+    def free_memory(self, rank: int) -> int | None:
+        """Bytes that a rank's GPU can still give."""
+        return self._gpus[rank].free_memory()
+
+    def close(self) -> None:
+        """Give the communicators back."""
+        for gpu in self._gpus.values():
+            gpu.abort()
 
 
-class Nccl:
+class Nccl(Devices):
     """One rank of several processes, on one GPU; ``control`` joins the same processes.
 
     Attributes
     ----------
-    rank, size : int
-        This one, of how many.
+    rank : int
+        This one.
     """
 
-    in_lists = False
-
     def __init__(self, control: Processes, device: int, init_timeout: float) -> None:
-        self.control, self.rank, self.size = control, control.rank, control.size
-        self.ranks: tuple[int, ...] = (self.rank,)
+        self.control, self.rank = control, control.rank
         cupy = imported_cupy()
         _refuse_shared_gpus(control, device)
         cupy.cuda.Device(device).use()
         identity = nccl_module().get_unique_id() if self.rank == 0 else b""
         identity = control.agree({self.rank: bytes(identity)})[0]
-        self.agreements = Agreements()
-        self._gpu = _Gpu(device, _initialised(self.size, identity, self.rank, device, init_timeout))
+        nccl = _initialised(control.size, identity, self.rank, device, init_timeout)
+        self._gpu = _Gpu(device, nccl)
+        super().__init__({self.rank: self._gpu}, control.size, self.rank)
         self._begun: deque[_Begun] = deque()
         self._aborted = threading.Event()
         control.on_failure = self._abort
@@ -127,30 +164,18 @@ class Nccl:
         """What every rank says."""
         return self.control.agree(facts)
 
-    def start(self, exchanges: Mapping[int, Exchange]) -> Any:
+    def start(self, exchanges: Mapping[int, Exchange]) -> _Begun:
         """Begin on the communicator's stream."""
-        self.control.check()
-        with _group():
-            self._gpu.post(exchanges[self.rank])
-        begun = _Begun(self._gpu.ended(), exchanges[self.rank], time.monotonic())
+        self.check()
+        begun = super().start(exchanges)
         self._begun.append(begun)
         self.control.progress += 1
         return begun
 
     def wait(self, ticket: _Begun) -> None:
         """Let the current stream wait; what was sent is held until here."""
-        self.control.check()
-        self._gpu.wait(ticket.event)
-
-    def on(self, rank: int) -> Any:
-        """Context in which the GPU is current."""
-        del rank
-        return self._gpu.on()
-
-    def free_memory(self, rank: int) -> int | None:
-        """Bytes that the GPU can still give."""
-        del rank
-        return self._gpu.free_memory()
+        self.check()
+        super().wait(ticket)
 
     def check(self) -> None:
         """Raise where a rank has failed: results since then are worth nothing."""
@@ -167,18 +192,17 @@ class Nccl:
     def _abort(self) -> None:
         if not self._aborted.is_set():
             self._aborted.set()
-            with self._gpu.on():
-                self._gpu.nccl.abort()
+            self._gpu.abort()
 
     def _look(self) -> None:
         """Forget exchanges that have ended; where one takes too long, blame a rank."""
         while not self._aborted.wait(_LOOK):
             with self._gpu.on():
-                while self._begun and self._begun[0].event.done:
+                while self._begun and self._begun[0].events[self.rank].done:
                     self._begun.popleft()
             limit = self.control.op_timeout
             if self._begun and time.monotonic() - self._begun[0].since > limit:
-                exchange = self._begun[0].exchange
+                exchange = self._begun[0].exchanges[self.rank]
                 waited_for = next((r for r, _ in (*exchange.receives, *exchange.sends)), self.rank)
                 what = f"an exchange of rank {self.rank} took longer than {limit:g} s"
                 self.control.blame(waited_for, what)
@@ -190,55 +214,6 @@ class Nccl:
             rooms = cupy.zeros((2, self.size, 1), np.uint8)
         sends, receives = (tuple((r, room[r]) for r in others) for room in rooms)
         self.wait(self.start({self.rank: Exchange(sends, receives)}))
-
-
-class Devices:
-    """Ranks on GPUs that one process runs.
-
-    Attributes
-    ----------
-    size : int
-        How many.
-    """
-
-    in_lists = True
-
-    def __init__(self, devices: Sequence[int]) -> None:
-        self.size = len(devices)
-        self.ranks = tuple(range(self.size))
-        self.agreements = Agreements()
-        found = nccl_module().NcclCommunicator.initAll(list(devices))
-        self._gpus = [_Gpu(*pair) for pair in zip(devices, found, strict=True)]
-
-    def agree(self, facts: Mapping[int, bytes]) -> list[bytes]:
-        """What every rank says."""
-        return [facts[rank] for rank in self.ranks]
-
-    def start(self, exchanges: Mapping[int, Exchange]) -> Any:
-        """Begin all in one group."""
-        with _group():
-            for rank, exchange in exchanges.items():
-                self._gpus[rank].post(exchange)
-        return [gpu.ended() for gpu in self._gpus], exchanges
-
-    def wait(self, ticket: Any) -> None:
-        """Let the current stream of each GPU wait."""
-        for gpu, event in zip(self._gpus, ticket[0], strict=True):
-            gpu.wait(event)
-
-    def on(self, rank: int) -> Any:
-        """Context in which a rank's GPU is current."""
-        return self._gpus[rank].on()
-
-    def free_memory(self, rank: int) -> int | None:
-        """Bytes that a rank's GPU can still give."""
-        return self._gpus[rank].free_memory()
-
-    def close(self) -> None:
-        """Give the communicators back."""
-        for gpu in self._gpus:
-            with gpu.on():
-                gpu.nccl.abort()
 
 
 def devices_of(devices: Any) -> tuple[int, ...]:

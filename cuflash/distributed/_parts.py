@@ -78,41 +78,40 @@ class Parts:
             left, 0 if options.causal else right, offset if isinstance(offset, int) else None, alone
         )
 
-    def forward(self, block: Block, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
-        """Write ``out`` and lse of a block's rows."""
-        options, qkv = self._options_of(block), _of_block(block, q, k, v)
-        problem = describe(*qkv, options, precision=self.precision, out=out)
-        run_forward(problem, qkv, options, out, lse, origin=self._origin(block))
-
-    def forward_onto(
-        self, merged: Merged, block: Block, q: Array, k: Array, v: Array, *, last: bool
+    def forward(
+        self, block: Block, qkv: Triple, out: Array, lse: Array, so_far: Array | None = None
     ) -> None:
+        """Write ``out`` and lse of a block's rows; with ``so_far``, joined with what lse is of."""
+        options, qkv = self._options_of(block), _of_block(block, *qkv)
+        problem = describe(*qkv, options, precision=self.precision, out=out)
+        joined = {} if so_far is None else {"so_far": so_far}
+        run_forward(problem, qkv, options, out, lse, origin=self._origin(block), **joined)
+
+    def forward_onto(self, merged: Merged, block: Block, qkv: Triple, *, last: bool) -> None:
         """Merge out and lse of a block, in the kernel where it can do that.
 
         ``last`` says that no other block has any of its rows.
         """
         so_far = merged.so_far(block.rows)
-        if so_far is None:
-            return self.forward(block, q, k, v, *merged.room(block.rows, last=last))
-        options, qkv = self._options_of(block), _of_block(block, q, k, v)
-        problem = describe(*qkv, options, precision=self.precision, out=so_far)
-        if is_cupy(q) and launch().joins_results(problem, options):
+        if so_far is None or self._joins(block, qkv, so_far):
             out, lse = merged.room(block.rows, last=last)
-            problem = describe(*qkv, options, precision=self.precision, out=out)
-            origin = self._origin(block)
-            run_forward(problem, qkv, options, out, lse, origin=origin, so_far=so_far)
-            return None
-        xp = array_module(q)
-        out, lse = xp.empty_like(so_far), xp.empty(problem.lse_shape, problem.lse_dtype)
-        self.forward(block, q, k, v, out, lse)
+            return self.forward(block, qkv, out, lse, so_far)
+        out, lse = merged.part(block.rows)
+        self.forward(block, qkv, out, lse)
         return merged.merge(block.rows, out, lse)
+
+    def _joins(self, block: Block, qkv: Triple, so_far: Array) -> bool:
+        """Whether the kernel of a block joins its result with what is there."""
+        if not is_cupy(so_far):
+            return False
+        options = self._options_of(block)
+        problem = describe(*_of_block(block, *qkv), options, precision=self.precision, out=so_far)
+        return bool(launch().joins_results(problem, options))
 
     def backward(
         self,
         block: Block,
-        q: Array,
-        k: Array,
-        v: Array,
+        qkv: Triple,
         saved: Saved,
         wanted: tuple[str, ...],
         onto: Mapping[str, Summed],
@@ -121,8 +120,8 @@ class Parts:
 
         out and lse are of all keys.
         """
-        xp, options = array_module(q), self._options_of(block)
-        qkv = _of_block(block, q, k, v)
+        xp, options = array_module(qkv[0]), self._options_of(block)
+        qkv = _of_block(block, *qkv)
         problem = describe(*qkv, options, precision=self.precision)
         shapes = {name: a.shape for name, a in options.arrays.items()} | {"scale": ()}
         gradients = {

@@ -22,7 +22,7 @@ import numpy as np
 
 from cuflash._arrays import Array, is_cupy
 from cuflash._errors import wrong_type
-from cuflash.distributed._communicator import Agreements, CommunicationError, Exchange
+from cuflash.distributed._communicator import CommunicationError, Communicator, Exchange
 
 _FRAME = struct.Struct("!BQQ")  # kind, a number, bytes that follow
 _LIFE, _DATA, _FACTS, _FAILED, _LEAVING = range(5)
@@ -31,18 +31,16 @@ _GRACE = 0.25  # seconds in which others may tell who failed first
 _NO_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
 
 
-class Processes:
+class Processes(Communicator):
     """One rank of several processes, over NumPy arrays.
 
     Attributes
     ----------
-    rank, size : int
-        This one, of how many.
+    rank : int
+        This one.
     sent : int
         Bytes of arrays sent so far.
     """
-
-    in_lists = False
 
     def __init__(
         self,
@@ -53,16 +51,14 @@ class Processes:
         op_timeout: float,
         liveness_timeout: float,
     ) -> None:
-        self.rank, self.size = rank, size
-        self.ranks: tuple[int, ...] = (rank,)
-        self.sent = 0
+        super().__init__(size, rank)
+        self.rank, self.sent = rank, 0
         self.op_timeout, self._liveness = op_timeout, liveness_timeout
         #: Called once where a rank has failed, by any thread.
         self.on_failure: Callable[[], None] = lambda: None
         #: Operations that this rank has begun.
         self.progress = 0
         self._links = links
-        self.agreements = Agreements()
         self._locks = {other: threading.Lock() for other in links}
         self._changed = threading.Condition()
         self._inbox: dict[tuple[int, int], deque[bytearray]] = defaultdict(deque)
@@ -71,16 +67,14 @@ class Processes:
         self._left: set[int] = set()
         self._failure: CommunicationError | None = None
         self._closed = False
-        names = {other: f"cuflash rank {rank} reads rank {other}" for other in links}
-        self._threads = [
-            threading.Thread(target=self._read, args=(other,), name=name, daemon=True)
-            for other, name in names.items()
-        ]
-        self._threads.append(
-            threading.Thread(target=self._pulse, name=f"cuflash rank {rank} lives", daemon=True)
-        )
-        for thread in self._threads:
-            thread.start()
+        self._threads = [self._begun(f"reads rank {other}", self._read, other) for other in links]
+        self._threads.append(self._begun("lives", self._pulse))
+
+    def _begun(self, what: str, target: Callable[..., None], *args: int) -> threading.Thread:
+        name = f"cuflash rank {self.rank} {what}"
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+        thread.start()
+        return thread
 
     def agree(self, facts: Mapping[int, bytes]) -> list[bytes]:
         """What every rank says."""
@@ -112,16 +106,6 @@ class Processes:
                 self.fail(other, text)
                 self.check()
             array.reshape(-1).view(np.uint8)[:] = np.frombuffer(payload, np.uint8)
-
-    def on(self, rank: int) -> contextlib.AbstractContextManager[Any]:
-        """Nothing has to be current."""
-        del rank
-        return contextlib.nullcontext()
-
-    def free_memory(self, rank: int) -> int | None:
-        """Nobody has to ask."""
-        del rank
-        return None
 
     def check(self) -> None:
         """Raise where a rank has failed."""

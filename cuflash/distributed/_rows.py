@@ -16,15 +16,9 @@ from cuflash.distributed._communicator import (
     checked_communicator,
     drive,
 )
-from cuflash.distributed._handshake import agreed
-from cuflash.distributed._layout import (
-    checked_layout,
-    chunks_of,
-    joined,
-    positions,
-    rows_of,
-)
-from cuflash.distributed._share import gathering, rows_back, rows_first
+from cuflash.distributed._handshake import agreed, as_given, held_rows, own_of
+from cuflash.distributed._layout import checked_layout, positions
+from cuflash.distributed._share import Group, rows_back, rows_first
 
 
 def shard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -2) -> Any:
@@ -69,7 +63,7 @@ def shard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -2)
             part = xp.take(array, xp.asarray(own), axis=axis)
         with comm.on(rank):
             parts[rank] = xp.array(part)  # which copies to the current device
-    return list(parts.values()) if comm.in_lists else parts[comm.ranks[0]]
+    return as_given(comm, parts)
 
 
 def unshard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -2) -> Any:
@@ -105,7 +99,7 @@ def unshard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -
     layout = checked_layout(layout)
 
     def facts_of(rank: int) -> tuple[dict[str, Any], Array]:
-        array = native("x", x[rank] if comm.in_lists else x)
+        array = native("x", own_of(comm, rank, "x", x))
         own_axis = _checked_axis(axis, array)
         others = list(array.shape)
         rows = others.pop(own_axis)
@@ -114,25 +108,15 @@ def unshard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -
         return {"alike": alike, "rows": rows}, array
 
     facts, arrays = agreed(comm, facts_of)
-    rows = [f["rows"] for f in facts]
-    held = chunks_of(sum(rows), comm.size, layout)
-    for rank, (got, own) in enumerate(zip(rows, held, strict=True)):
-        if got != rows_of(own):
-            expected = f"{rows_of(own)}, its part of {sum(rows)} rows in the {layout} layout"
-            raise wrong_value("x", f"{got} rows on rank {rank}", expected)
+    held = held_rows("x", [f["rows"] for f in facts], layout)
 
     def schedule(rank: int) -> Schedule:
-        wire = rows_first(arrays[rank], axis)
-        everything = joined(tuple(c for own in held for c in own))
-        ticket, (whole,) = yield from gathering(
-            rank, range(comm.size), held, everything, lambda _: (wire,)
-        )
-        if ticket is not None:
-            yield Wait(ticket)
+        wire, group = rows_first(arrays[rank], axis), Group(rank, range(comm.size), held)
+        exchange, whole = group.gather(lambda _: wire)
+        yield Wait((yield exchange))
         return rows_back(whole, axis)
 
-    results = drive(comm, {rank: schedule(rank) for rank in comm.ranks})
-    return list(results.values()) if comm.in_lists else results[comm.ranks[0]]
+    return as_given(comm, drive(comm, {rank: schedule(rank) for rank in comm.ranks}))
 
 
 def _checked_axis(axis: Any, array: Array) -> int:

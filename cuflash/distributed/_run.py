@@ -2,165 +2,195 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cuflash._api import arguments, float8
 from cuflash._api.arguments import QKV
-from cuflash._arrays import Array, array_module, native
-from cuflash._errors import not_yet, wrong_type, wrong_value
+from cuflash._arrays import Array, Triple, array_module, native
+from cuflash._errors import not_yet, wrong_value
 from cuflash._problem.checks import flag
 from cuflash._problem.operand import Axes, checked_axes, core_axes
 from cuflash._problem.options import Options, resolve
 from cuflash._problem.problem import Problem, describe
 from cuflash._results import Saved
-from cuflash.distributed._communicator import (
-    Communicator,
-    Schedule,
-    checked_communicator,
-    drive,
-)
+from cuflash.distributed import _all_gather, _two_level
+from cuflash.distributed._communicator import Communicator, Schedule, checked_communicator, drive
 from cuflash.distributed._handshake import (
     agreed,
+    as_given,
+    axis_of_queries,
     facts_of_options,
+    held_rows,
     layout_of,
+    own_of,
     recalled,
     remember,
 )
-from cuflash.distributed._layout import Chunks, checked_layout, chunks_of, rows_of
+from cuflash.distributed._layout import Chunks, checked_layout, rows_of
 from cuflash.distributed._share import Share
-from cuflash.distributed._traffic import Candidate, Extents, checked_method, chosen
+from cuflash.distributed._traffic import Extents, checked_method, chosen
+
+#: Schedules by whether ranks exchange heads, or send keys round.
+_METHODS = {
+    False: (_all_gather.forward, _all_gather.backward),
+    True: (_two_level.forward, _two_level.backward),
+}
+
+
+class Asked(NamedTuple):
+    """What all ranks ask for alike, beside options."""
+
+    function: str
+    layout: str
+    method: str
+    axes: Axes
+    precision: str | None
+    deterministic: bool
+
+    @classmethod
+    def of(
+        cls, function: str, layout: Any, method: Any, axes: Any, precision: Any, deterministic: Any
+    ) -> Asked:
+        """Checked arguments."""
+        layout, method = checked_layout(layout), checked_method(method)
+        deterministic = flag("deterministic", deterministic)
+        return cls(function, layout, method, checked_axes(axes), precision, deterministic)
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """One rank's arguments: q, k, v as they came, and in one dtype and canonical order."""
 
     given: dict[str, Array]
-    qkv: tuple[Array, Array, Array]
+    qkv: Triple
     options: Options
-    wanted: tuple[str, ...] | None  # gradients, None for the forward
+    saved: Saved | None  # None for the forward
+    wanted: tuple[str, ...]  # gradients
+
+    def key(self, asked: Asked) -> Any:
+        """What the call is known by where only arrays of these layouts differ, or None."""
+        if self.options.arrays or self.options.score_mod or self.options.mask_mod:
+            return None
+        arrays = (*self.given.values(), *self.qkv, *(self.saved or ()))
+        layouts = tuple(None if a is None else layout_of(a) for a in arrays)
+        return asked, self.wanted, self.options, layouts
+
+    def facts(self, asked: Asked) -> dict[str, Any]:
+        """What ranks compare, and what each has of its own."""
+        alike = asked._asdict() | {"wrt": self.wanted} | facts_of_options(self.options)
+        for name, array in zip(QKV, self.qkv, strict=True):
+            shape = (*array.shape[:-2], array.shape[-1])
+            alike[f"{name} without rows"] = f"{self.given[name].dtype} {shape}"
+        axes = {n: axis_of_queries(n, a) for n, a in self.options.arrays.items()}
+        of_options = {n: self.options.arrays[n].shape[i] for n, i in axes.items() if i is not None}
+        rows = [a.shape[-2] for a in self.qkv]
+        return {"alike": alike, "rows": rows, "rows of options": of_options}
 
 
 class _Known(NamedTuple):
     """What all ranks have agreed on for a call."""
 
-    held: dict[str, tuple[Chunks, ...]]
-    shared_bias: bool
-    problem: Problem
-    how: Candidate
+    problem: Problem  # of a rank's queries and all keys
+    queries: tuple[Chunks, ...]  # of each rank
+    keys: tuple[Chunks, ...]
+    shared: frozenset[str]  # options with one row, for the queries of all ranks
+    across: int  # ranks that exchange heads; 0: all keys are gathered
 
 
 def run(
-    function: str,
+    asked: Asked,
     comm: Communicator,
-    layout: str,
-    method: str,
-    qkv: tuple[Any, Any, Any],
+    qkv: Triple,
     saved: tuple[Any, Any, Any, Any] | None,
     wrt: Any,
-    schedule_of: Callable[[Share, Candidate, Any], Schedule],
-    *,
     options: Any,
-    axes: Any,
-    precision: str | None,
-    deterministic: bool,
-    score_options: Mapping[str, Any],
-) -> tuple[dict[int, tuple[_Call, Any]], Axes]:
-    """The calls and results of own ranks, and the axes. All ranks compare before data moves."""
+    keywords: Mapping[str, Any],
+    finished: Callable[[Call, Any], Any],
+) -> Any:
+    """``finished(call, result)`` of own ranks. All ranks compare before data moves."""
     checked_communicator(comm)
-    layout, method, pairs = checked_layout(layout), checked_method(method), checked_axes(axes)
-    deterministic = flag("deterministic", deterministic)
-    alike: dict[str, Any] = {"function": function, "layout": layout, "method": method}
-    alike["axes"] = pairs
-    alike |= {"precision": precision, "deterministic": deterministic}
 
-    def call_of(rank: int) -> _Call:
-        given = {n: _own(comm, rank, n, a) for n, a in zip(QKV, qkv, strict=True)}
-        _, arrays, promoted = arguments.operands(*given.values())
-        canonical = tuple(
-            _canonical(n, a, p) for n, a, p in zip(QKV, promoted, pairs, strict=False)
-        )
-        chosen_options = _own_options(comm, rank, options, score_options)
-        if float8.among(chosen_options, *given.values()):
+    def call_of(rank: int) -> Call:
+        own = {n: own_of(comm, rank, n, a) for n, a in zip(QKV, qkv, strict=True)}
+        _, given, promoted = arguments.operands(*own.values())
+        q, k, v = (_canonical(*each) for each in zip(QKV, promoted, asked.axes, strict=False))
+        chosen_options = _own_options(comm, rank, options, keywords)
+        if float8.among(chosen_options, *own.values()):
             raise not_yet(
                 "q, k, v of 8 bits on several ranks", "a later one", "multiply by scales first"
             )
-        wanted = None if wrt is None else arguments.gradient_names(wrt, chosen_options)
-        return _Call(arrays, canonical, chosen_options, wanted)
-
-    def saved_of(rank: int) -> Saved | None:
         if saved is None:
-            return None
+            return Call(given, (q, k, v), chosen_options, None, ())
         dout, out, lse, dlse = (
-            None if a is None else _own(comm, rank, n, a)
-            for n, a in zip(("dout", "out", "lse", "dlse"), saved, strict=True)
+            None if a is None else native(n, own_of(comm, rank, n, a))
+            for n, a in zip(Saved._fields, saved, strict=True)
         )
-        dout, out = (_canonical(n, a, pairs[3]) for n, a in (("dout", dout), ("out", out)))
-        lse, dlse = (None if a is None else native(n, a) for n, a in (("lse", lse), ("dlse", dlse)))
-        return Saved(dout, out, lse, dlse)
+        dout, out = (_canonical(n, a, asked.axes[3]) for n, a in (("dout", dout), ("out", out)))
+        wanted = arguments.gradient_names(wrt, chosen_options)
+        return Call(given, (q, k, v), chosen_options, Saved(dout, out, lse, dlse), wanted)
 
-    def key_of(rank: int) -> Any:
-        """What the call is known by where only arrays of these layouts differ, or None."""
-        call, read = calls[rank], reads[rank] = call_of(rank), saved_of(rank)
-        if call.options.arrays or call.options.score_mod or call.options.mask_mod:
-            return None
-        arrays = (*call.given.values(), *call.qkv, *(read or ()))
-        layouts = tuple(None if a is None else layout_of(a) for a in arrays)
-        return (*alike.values(), call.wanted, call.options, layouts)
-
-    def started(rank: int, call: _Call, known: _Known, read: Saved | None) -> Schedule:
+    def schedule(rank: int, call: Call, known: _Known) -> Schedule:
         share = Share(
-            rank, *call.qkv, call.options, known.held["q"], known.held["k"], known.problem,
-            deterministic, known.shared_bias,
+            rank, *call.qkv, call.options, asked.deterministic,
+            known.problem, known.queries, known.keys, known.shared,
         )  # fmt: skip
-        return schedule_of(share, known.how, None if read is None else (read, call.wanted))
+        forward, backward = _METHODS[known.across > 0]
+        if call.saved is None:
+            return forward(share, known.across)
+        return backward(share, known.across, call.saved, call.wanted)
 
-    calls: dict[int, _Call] = {}
-    reads: dict[int, Saved | None] = {}
-    found, keys = recalled(comm, key_of)
-    if found:
-        results = drive(comm, {r: started(r, calls[r], found[r], reads[r]) for r in comm.ranks})
-        return {rank: (calls[rank], result) for rank, result in results.items()}, pairs
+    calls: dict[int, Call] = {}
+    keys: dict[int, Any] = {}
+    for rank in comm.ranks:
+        with contextlib.suppress(Exception), comm.on(rank):  # agreed() raises it, on all ranks
+            calls[rank] = call_of(rank)
+            key = calls[rank].key(asked)
+            hash(key)  # raises for an argument that has none
+            keys[rank] = key
+    known: dict[int, _Known] = recalled(comm, keys)
+    if not known:
+        known, calls = _agreed(asked, comm, lambda rank: calls.get(rank) or call_of(rank))
+        remember(comm, keys, known)
+    results = drive(comm, {r: schedule(r, calls[r], known[r]) for r in comm.ranks})
+    return as_given(comm, {rank: finished(calls[rank], found) for rank, found in results.items()})
 
-    def facts_of(rank: int) -> tuple[dict[str, Any], _Call]:
+
+def _agreed(
+    asked: Asked, comm: Communicator, call_of: Callable[[int], Call]
+) -> tuple[dict[int, _Known], dict[int, Call]]:
+    """What all ranks agree on, and the calls of own ranks."""
+
+    def facts_of(rank: int) -> tuple[dict[str, Any], Call]:
         call = call_of(rank)
-        facts: dict[str, Any] = {"alike": {**alike, "wrt": call.wanted}}
-        for name, array in zip(QKV, call.qkv, strict=True):
-            shape = (*array.shape[:-2], array.shape[-1])
-            facts["alike"][f"{name} without rows"] = f"{call.given[name].dtype} {shape}"
-        facts["alike"] |= facts_of_options(call.options)
-        facts["rows"] = [a.shape[-2] for a in call.qkv]
-        facts["memory"] = comm.free_memory(rank)
-        bias = call.options.arrays.get("bias")
-        facts["bias_rows"] = bias.shape[-2] if bias is not None and bias.ndim > 1 else None
-        return facts, call
+        return call.facts(asked) | {"memory": comm.free_memory(rank)}, call
 
     facts, calls = agreed(comm, facts_of)
-    held = _checked_rows(facts, layout)
-    shared_bias = any(f["bias_rows"] == 1 != f["rows"][0] for f in facts)
-    hosts = [f["host"] for f in facts]
+    queries, keys, values = (
+        held_rows(name, rows, asked.layout)
+        for name, rows in zip(QKV, zip(*(f["rows"] for f in facts), strict=True), strict=True)
+    )
+    seqlen_q, seqlen_k, seqlen_v = (sum(map(rows_of, held)) for held in (queries, keys, values))
+    if seqlen_k != seqlen_v:
+        raise wrong_value("v", f"{seqlen_v} values", f"one for each of {seqlen_k} keys")
+    shared = frozenset(
+        n for f in facts for n, rows in f["rows of options"].items() if rows == 1 != f["rows"][0]
+    )
+    per_host = ranks_per_host([f["host"] for f in facts])
+    memory = min((f["memory"] for f in facts if f["memory"] is not None), default=None)
 
-    def ready(rank: int) -> tuple[dict[str, Any], tuple[_Known, Schedule]]:
+    def known_of(rank: int) -> tuple[dict[str, Any], _Known]:
         call = calls[rank]
-        seqlen_q, seqlen_k = (sum(map(rows_of, held[n])) for n in ("q", "k"))
-        problem = _problem(call, seqlen_q, seqlen_k, precision)
-        read = saved_of(rank)
-        if read is not None:
-            read = arguments.saved_arrays("attention", problem, call.given["q"], *read)
+        problem = _problem(call, seqlen_q, seqlen_k, asked.precision)
+        if call.saved is not None:
+            arguments.saved_arrays("attention", problem, call.given["q"], *call.saved)
         extents = Extents.of(problem, seqlen_q, *(a.shape for a in call.qkv))
-        budgets = [f["memory"] for f in facts if f["memory"] is not None]
-        how, _ = chosen(
-            method, extents, len(hosts), min(budgets, default=None), ranks_per_host(hosts)
-        )
-        known = _Known(held, shared_bias, problem, how)
-        return {"alike": {"method": how.method}}, (known, started(rank, call, known, read))
+        how, _ = chosen(asked.method, extents, comm.size, memory, per_host)
+        return {"alike": {"method": how.method}}, _Known(problem, queries, keys, shared, how.across)
 
-    _, made = agreed(comm, ready)
-    remember(comm, keys, {rank: known for rank, (known, _) in made.items()})
-    results = drive(comm, {rank: schedule for rank, (_, schedule) in made.items()})
-    return {rank: (calls[rank], result) for rank, result in results.items()}, pairs
+    return agreed(comm, known_of)[1], calls
 
 
 def ranks_per_host(hosts: list[str]) -> int | None:
@@ -171,7 +201,7 @@ def ranks_per_host(hosts: list[str]) -> int | None:
     return each if number > 1 and even else None if number == 1 else 1
 
 
-def _problem(call: _Call, seqlen_q: int, seqlen_k: int, precision: str | None) -> Problem:
+def _problem(call: Call, seqlen_q: int, seqlen_k: int, precision: str | None) -> Problem:
     """The problem of local queries and all keys, of which only the extents are there.
 
     Lengths of queries are of the whole call: they are checked with all queries, and without the
@@ -196,45 +226,13 @@ def _extended(array: Array, rows: int) -> Array:
     return xp.broadcast_to(element, (*array.shape[:-2], rows, array.shape[-1]))
 
 
-def _checked_rows(facts: list[dict[str, Any]], layout: str) -> dict[str, tuple[Chunks, ...]]:
-    """Who holds which queries and keys; a ValueError on all ranks where one has other rows."""
-    held = {}
-    for i, name in enumerate(QKV):
-        rows = [f["rows"][i] for f in facts]
-        chunks = chunks_of(sum(rows), len(rows), layout)
-        expected = [rows_of(own) for own in chunks]
-        for rank, (got, right) in enumerate(zip(rows, expected, strict=True)):
-            if got != right:
-                raise wrong_value(
-                    name, f"{got} rows on rank {rank}",
-                    f"{right}, its part of {sum(rows)} rows in the {layout} layout",
-                    "cuflash.distributed.shard cuts like this",
-                )  # fmt: skip
-        held[name] = chunks
-    if held["k"] != held["v"]:
-        total = sum(map(rows_of, held["k"]))
-        raise wrong_value(
-            "v", f"{sum(map(rows_of, held['v']))} values", f"one for each of {total} keys"
-        )
-    return held
-
-
 def _canonical(name: str, array: Any, pair: tuple[int, int]) -> Array:
+    """With rows and features as the last axes."""
     array = native(name, array)
     axes = core_axes(name, array.shape, pair)
     if axes == (array.ndim - 2, array.ndim - 1):
         return array
     return array_module(array).moveaxis(array, axes, (-2, -1))
-
-
-def _own(comm: Communicator, rank: int, name: str, value: Any) -> Any:
-    """A rank's own part of an argument."""
-    if not comm.in_lists:
-        return value
-    if not isinstance(value, list | tuple) or len(value) != comm.size:
-        expected = f"a list of {comm.size} arrays, one for each rank"
-        raise wrong_type(name, type(value).__name__, expected, "this process runs all ranks")
-    return value[rank]
 
 
 def _own_options(
@@ -244,11 +242,6 @@ def _own_options(
     own: dict[str, Any] = dict(keywords)
     if comm.in_lists:
         if isinstance(options, list):
-            options = _own(comm, rank, "options", options)
-        own = {n: _own(comm, rank, n, a) if isinstance(a, list) else a for n, a in own.items()}
+            options = own_of(comm, rank, "options", options)
+        own = {n: own_of(comm, rank, n, a) if isinstance(a, list) else a for n, a in own.items()}
     return resolve(options, own)  # type: ignore[arg-type]
-
-
-def as_given(comm: Communicator, results: dict[int, Any]) -> Any:
-    """One result, or a list of all."""
-    return [results[rank] for rank in comm.ranks] if comm.in_lists else results[comm.ranks[0]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from cuflash._host.scores import arithmetic
 from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem
-from cuflash.distributed._communicator import Exchange, Schedule, exchanged
-from cuflash.distributed._layout import Chunks, places, rows_of, within
+from cuflash.distributed._communicator import Exchange, Schedule, Wait
+from cuflash.distributed._layout import Chunks, joined, places, rows_of, within
 from cuflash.distributed._parts import Heads, Parts
 from cuflash.distributed._sums import added
 
@@ -38,11 +38,11 @@ class Share:
     k: Array
     v: Array
     options: Options
+    deterministic: bool
+    problem: Problem
     queries: tuple[Chunks, ...]  # of each rank
     keys: tuple[Chunks, ...]
-    problem: Problem
-    deterministic: bool
-    shared_bias_rows: bool = False  # the bias has one row, for all queries of all ranks
+    shared: frozenset[str]  # options with one row, for the queries of all ranks
 
     @property
     def size(self) -> int:
@@ -100,79 +100,68 @@ def rows_back(array: Array, axis: int = -2) -> Array:
     return array_module(array).moveaxis(array, 0, axis)
 
 
-def gathering(
-    rank: int,
-    group: Sequence[int],
-    chunks: Sequence[Chunks],
-    holder: Chunks,
-    part_for: Callable[[int], tuple[Array, ...]],
-) -> Schedule:
-    """Begin to collect, from each rank of a group, the parts that it has for this one.
+class Group(NamedTuple):
+    """Ranks that collect each other's rows: ``holder`` are all of them, in order."""
 
-    ``part_for(other)`` are contiguous arrays of own rows. Returns a ticket, which is None for a
-    group of one, and arrays of the rows ``holder``.
-    """
-    own = part_for(rank)
-    if len(group) == 1:
-        return None, own
-    xp = array_module(own[0])
-    arenas = tuple(xp.empty((rows_of(holder), *a.shape[1:]), a.dtype) for a in own)
-    sends: list[tuple[int, Array]] = []
-    receives: list[tuple[int, Array]] = []
-    for other in group:
-        theirs = [within(chunk, holder) for chunk in chunks[other]]
-        mine = places(chunks[rank])
-        if other == rank:
-            for a, arena in zip(own, arenas, strict=True):
-                for source, target in zip(mine, theirs, strict=True):
-                    arena[target] = a[source]
-            continue
-        sends += [(other, a[place]) for a in part_for(other) for place in mine]
-        receives += [(other, arena[place]) for arena in arenas for place in theirs]
-    ticket = yield Exchange(tuple(sends), tuple(receives))
-    return ticket, arenas
+    rank: int  # this one
+    ranks: range
+    chunks: tuple[Chunks, ...]  # of each rank of the call
+
+    @property
+    def holder(self) -> Chunks:
+        """Rows of all ranks of the group."""
+        return joined(tuple(c for rank in self.ranks for c in self.chunks[rank]))
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks."""
+        return [rank for rank in self.ranks if rank != self.rank]
+
+    def _pieces(self, rank: int) -> list[tuple[slice, slice]]:
+        """Where each chunk of a rank lies among its rows, and among those of the group."""
+        own, holder = self.chunks[rank], self.holder
+        return [(at, within(c, holder)) for at, c in zip(places(own), own, strict=True)]
+
+    def gather(self, part_for: Callable[[int], Array]) -> tuple[Exchange, Array]:
+        """Collect rows: ``part_for(other)`` is contiguous and has own rows as its first axis."""
+        part, pieces = part_for(self.rank), self._pieces(self.rank)
+        arena = array_module(part).empty((rows_of(self.holder), *part.shape[1:]), part.dtype)
+        for here, there in pieces:
+            arena[there] = part[here]
+        sends, receives = [], []
+        for other in self.others:
+            part = part_for(other)
+            sends += [(other, part[here]) for here, _ in pieces]
+            receives += [(other, arena[there]) for _, there in self._pieces(other)]
+        return Exchange(tuple(sends), tuple(receives)), arena
+
+    def give_back(
+        self, arena: Array, room_of: Callable[[int], Array]
+    ) -> tuple[Exchange, dict[int, Array]]:
+        """Send rows of the group home: what will come by rank, into ``room_of(rank)``."""
+        came, pieces = {other: room_of(other) for other in self.ranks}, self._pieces(self.rank)
+        for here, there in pieces:
+            came[self.rank][here] = arena[there]
+        sends, receives = [], []
+        for other in self.others:
+            sends += [(other, arena[there]) for _, there in self._pieces(other)]
+            receives += [(other, came[other][here]) for here, _ in pieces]
+        return Exchange(tuple(sends), tuple(receives)), came
 
 
-def returning(
-    rank: int,
-    group: Sequence[int],
-    chunks: Sequence[Chunks],
-    holder: Chunks,
-    arena: Array,
-    room_of: Callable[..., Array],
-) -> Schedule:
-    """Begin to send rows of ``holder`` back to the ranks of a group that they are of.
-
-    ``room_of(other)`` makes an array for own rows as another rank returns them. Returns a ticket,
-    None for a group of one, and what came by rank.
-    """
-    mine = [within(chunk, holder) for chunk in chunks[rank]]
-    if len(group) == 1:
-        return None, {rank: arena}
-    came: dict[int, Array] = {}
-    sends: list[tuple[int, Array]] = []
-    receives: list[tuple[int, Array]] = []
-    for other in group:
-        came[other] = room = room_of(other)
-        here = places(chunks[rank])
-        if other == rank:
-            for source, target in zip(mine, here, strict=True):
-                room[target] = arena[source]
-            continue
-        sends += [(other, arena[within(chunk, holder)]) for chunk in chunks[other]]
-        receives += [(other, room[place]) for place in here]
-    ticket = yield Exchange(tuple(sends), tuple(receives))
-    return ticket, came
+def begun(found: Sequence[tuple[Exchange, Any]]) -> Schedule:
+    """Begin several exchanges as one. Returns a ticket, and what each will have brought."""
+    exchanges, brought = zip(*found, strict=True)
+    ticket = yield sum(exchanges, start=Exchange())
+    return ticket, brought
 
 
 def summed_over_ranks(share: Share, array: Array) -> Schedule:
     """The sum over all ranks, in order of ranks, so that each has the same bits."""
-    if share.size == 1:
-        return array
     xp, shape = share.xp, array.shape
     array = xp.ascontiguousarray(array).reshape(-1)
     came = {other: xp.empty_like(array) for other in range(share.size) if other != share.rank}
-    yield from exchanged(tuple((other, array) for other in came), tuple(came.items()))
+    yield Wait((yield Exchange(tuple((other, array) for other in came), tuple(came.items()))))
     came[share.rank] = array
     total = came[0].copy()
     for other in range(1, share.size):
@@ -202,7 +191,7 @@ class OptionGradients:
         """Gradients by name, in the dtypes of inputs; the same on every rank but bias rows."""
         share, result = self._share, {}
         for name, target in self._sums.items():
-            own_rows = name == "bias" and not share.shared_bias_rows
+            own_rows = name == "bias" and "bias" not in share.shared
             total = target if own_rows else (yield from summed_over_ranks(share, target))
             like = share.options.arrays.get(name)
             result[name] = rounded(total, np.float64 if like is None else like.dtype)

@@ -6,7 +6,6 @@ schedule that would race on a GPU fails here.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
@@ -14,32 +13,22 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array
-from cuflash._errors import shown, wrong_type, wrong_value
-from cuflash._problem.checks import integer_value, is_integer
-from cuflash.distributed._communicator import Agreements, CommunicationError, Exchange
+from cuflash.distributed._communicator import CommunicationError, Communicator, Exchange
+from cuflash.distributed._layout import counted
 
 
-class Simulated:
+class Simulated(Communicator):
     """Ranks in one process, over NumPy arrays, that run in lock-step.
 
     Attributes
     ----------
-    size : int
-        How many ranks.
     sent : Counter
         Bytes by (from, to).
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self.ranks = tuple(range(size))
-        self.in_lists = True
-        self.agreements = Agreements()
+        super().__init__(size)
         self.sent: Counter[tuple[int, int]] = Counter()
-
-    def agree(self, facts: Mapping[int, bytes]) -> list[bytes]:
-        """What every rank says."""
-        return [facts[rank] for rank in self.ranks]
 
     def start(self, exchanges: Mapping[int, Exchange]) -> Any:
         """Keep what is sent, and poison what will be received."""
@@ -75,19 +64,6 @@ class Simulated:
                 text = f"rank {rank} sends rank {other} what that does not expect"
                 raise CommunicationError(text, rank)
 
-    def on(self, rank: int) -> contextlib.AbstractContextManager[Any]:
-        """Nothing has to be current."""
-        del rank
-        return contextlib.nullcontext()
-
-    def free_memory(self, rank: int) -> int | None:
-        """Nobody has to ask."""
-        del rank
-        return None
-
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 def simulated(size: int) -> Simulated:
     """Ranks that are all in this process, over NumPy arrays.
@@ -115,8 +91,4 @@ def simulated(size: int) -> Simulated:
     >>> distributed.simulated(4).ranks
     (0, 1, 2, 3)
     """
-    if not is_integer(size):
-        raise wrong_type("size", shown(size), "a positive int")
-    if integer_value("size", size, "a positive int") < 1:
-        raise wrong_value("size", shown(size), "a positive int")
-    return Simulated(int(size))
+    return Simulated(counted("size", size, 1))

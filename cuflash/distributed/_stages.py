@@ -19,10 +19,13 @@ class Stage(NamedTuple):
     q: slice | None = None
     kv: slice | None = None
 
-    def of_q(self, array: Array, features: int = 1) -> Array:
-        """An array like q, or with no ``features`` like lse: its own heads."""
-        tail = (slice(None),) * (1 + features)
-        return array if self.q is None else array[(..., self.q, *tail)]
+    def of_q(self, array: Array) -> Array:
+        """An array like q: its own heads."""
+        return array if self.q is None else array[..., self.q, :, :]
+
+    def of_lse(self, array: Array) -> Array:
+        """An array like lse: its own heads."""
+        return array if self.q is None else array[..., self.q, :]
 
     def of_kv(self, array: Array) -> Array:
         """An array like k: its own heads."""
@@ -30,9 +33,8 @@ class Stage(NamedTuple):
 
     def of_saved(self, saved: Saved) -> Saved:
         """What a gradient reads beside q, k and v: its own heads."""
-        dlse = None if saved.dlse is None else self.of_q(saved.dlse, 0)
-        dout, out = self.of_q(saved.dout), self.of_q(saved.out)
-        return Saved(dout, out, self.of_q(saved.lse, 0), dlse)
+        dlse = None if saved.dlse is None else self.of_lse(saved.dlse)
+        return Saved(self.of_q(saved.dout), self.of_q(saved.out), self.of_lse(saved.lse), dlse)
 
 
 def stages_of(heads: Heads | None, q: Array, k: Array, v: Array, *, most: int) -> list[Stage]:

@@ -66,6 +66,11 @@ class Merged:
             self._done.add(rows)
         return (self._out if last else self._parts)[..., rows, :], self._lse[..., rows]
 
+    def part(self, rows: slice) -> tuple[Array, Array]:
+        """Where to write out and lse of these rows, to be merged."""
+        parts, lse = self._parts[..., rows, :], self._lse[..., rows]
+        return self._xp.empty(parts.shape, parts.dtype), self._xp.empty(lse.shape, lse.dtype)
+
     def merge(self, rows: slice, out: Array, lse: Array) -> None:
         """Merge a part that ``rows`` saw of other keys; ``out`` is overwritten."""
         xp, so_far = self._xp, self._lse[..., rows]

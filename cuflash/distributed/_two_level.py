@@ -9,30 +9,32 @@ merged. In the gradient they come again, and their gradients go straight home, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 from cuflash._arrays import Array, rounded
-from cuflash._problem.options import Options, with_arrays
+from cuflash._problem.options import with_arrays
 from cuflash._results import Saved
-from cuflash.distributed._blocks import Block, blocks_of, lasts_of
+from cuflash.distributed._blocks import Block, Bounds, blocks_of, lasts_of
 from cuflash.distributed._communicator import Compute, Exchange, Schedule, Wait
-from cuflash.distributed._layout import Chunks, joined, rows_of
+from cuflash.distributed._layout import rows_of
 from cuflash.distributed._parts import Heads
 from cuflash.distributed._share import (
     KV,
+    Group,
     OptionGradients,
     Share,
-    gathering,
-    returning,
+    begun,
     rows_back,
     rows_first,
 )
 from cuflash.distributed._stages import Stage, stages_of
 from cuflash.distributed._sums import Merged, Summed, rounded_sum
+
+#: Kinds of arrays, and their axis of rows.
+ROWS = {"q": -2, "k": -2, "lse": -1, "segment_ids_q": -1}
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,15 @@ class _Grid:
         """How many there are."""
         return self.share.size // self.across
 
-    @property
-    def group(self) -> range:
-        """Ranks of its group."""
-        return range(self.number * self.across, (self.number + 1) * self.across)
-
     def peer(self, number: int) -> int:
         """The rank at its own place in another group."""
         return number % self.groups * self.across + self.share.rank % self.across
 
-    def rows(self, chunks: tuple[Chunks, ...], number: int) -> Chunks:
-        """All rows of a group, in order."""
-        first = number % self.groups * self.across
-        return joined(tuple(c for own in chunks[first : first + self.across] for c in own))
+    def group(self, kind: str, number: int | None = None) -> Group:
+        """Its own group, or another, and who of it has which queries or keys."""
+        first = (self.number if number is None else number) % self.groups * self.across
+        chunks = self.share.keys if kind == "k" else self.share.queries
+        return Group(self.share.rank, range(first, first + self.across), chunks)
 
     def heads(self, rank: int) -> Heads | None:
         """The query heads that a rank computes."""
@@ -74,164 +72,156 @@ class _Grid:
         each, place = total // self.across, rank % self.across
         return Heads(place * each, (place + 1) * each, total)
 
-    def own_heads(self, rank: int, like: str) -> Any:
-        """Index, in an array with its rows first like q, k or lse, of the heads that a rank needs.
+    def own_heads(self, rank: int, kind: str) -> Any:
+        """Index of the heads that a rank needs, in an array with its rows first.
 
         Keys without an axis of heads, or with one head, all ranks need.
         """
         heads = self.heads(rank)
-        if heads is None or self.across == 1:
+        if heads is None or kind == "segment_ids_q":
             return ...
-        own = self.share.kv_heads(heads) if like == "k" else slice(heads.start, heads.stop)
+        own = self.share.kv_heads(heads) if kind == "k" else slice(heads.start, heads.stop)
         if own is None or own == slice(None):
             return ...
-        return (..., own) if like == "lse" else (..., own, slice(None))
+        return (..., own) if kind == "lse" else (..., own, slice(None))
 
-    def collected(self, *arrays: Array, like: str = "q") -> Schedule:
-        """Rows of the group for own heads, of canonical arrays like q (out, dout), k or lse."""
+    def collected(self, *arrays: tuple[str, Array]) -> Schedule:
+        """Rows of the group for own heads, of canonical arrays of each kind, in one exchange."""
         if self.across == 1:
-            return arrays
-        axis, xp = -1 if like == "lse" else -2, self.share.xp
-        wires = [rows_first(a, axis) for a in arrays]
+            return [array for _, array in arrays]
+        found = []
+        for kind, array in arrays:
+            wire = rows_first(array, ROWS[kind])
 
-        def part_for(other: int) -> tuple[Array, ...]:
-            index = self.own_heads(other, like)
-            return tuple(xp.ascontiguousarray(w[index]) for w in wires)
+            def part_for(other: int, kind: str = kind, wire: Array = wire) -> Array:
+                part: Array = self.share.xp.ascontiguousarray(wire[self.own_heads(other, kind)])
+                return part
 
-        chunks = self.share.keys if like == "k" else self.share.queries
-        holder = self.rows(chunks, self.number)
-        ticket, found = yield from gathering(self.share.rank, self.group, chunks, holder, part_for)
-        if ticket is not None:
-            yield Wait(ticket)
-        return tuple(rows_back(a, axis) for a in found)
+            found.append(self.group(kind).gather(part_for))
+        ticket, brought = yield from begun(found)
+        yield Wait(ticket)
+        return [rows_back(a, ROWS[kind]) for (kind, _), a in zip(arrays, brought, strict=True)]
 
-    def distributed(self, array: Array, shape: tuple[int, ...], like: str = "q") -> Schedule:
-        """Own rows of all heads, of ``shape``, from rows of the group for own heads.
+    def operands(self, *others: tuple[str, Array]) -> Schedule:
+        """Options, q, k, v and others of the group's rows for own heads."""
+        options, share = self.share.options, self.share
+        arrays = [("q", share.q), ("k", share.k), ("k", share.v), *others]
+        ids = options.arrays.get("segment_ids_q")
+        if self.across == 1 or ids is None or "segment_ids_q" in share.shared:
+            return options, *(yield from self.collected(*arrays))
+        *found, ids = yield from self.collected(*arrays, ("segment_ids_q", ids))
+        return with_arrays(options, options.arrays | {"segment_ids_q": ids}), *found
 
-        Parts of shared keys are summed.
+    def distributed(self, *arrays: tuple[str, Array, tuple[int, ...]]) -> Schedule:
+        """Own rows of all heads, of given shapes, from rows of the group for own heads.
+
+        In one exchange. Parts of shared keys are summed.
         """
         if self.across == 1:
-            return array
-        share, xp = self.share, self.share.xp
-        axis = -1 if like == "lse" else -2
-        chunks = share.keys if like == "k" else share.queries
-        holder = self.rows(chunks, self.number)
-        result = xp.zeros(shape, array.dtype)
-        wide = rows_first(result, axis)
+            return [array for _, array, _ in arrays]
+        found, results = [], []
+        for kind, array, shape in arrays:
+            result = self.share.xp.zeros(shape, array.dtype)
+            wide = self.share.xp.moveaxis(result, ROWS[kind], 0)
 
-        def room_of(other: int) -> Array:
-            return xp.empty(wide[self.own_heads(other, like)].shape, array.dtype)
+            def room_of(other: int, kind: str = kind, wide: Array = wide) -> Array:
+                shape = wide[self.own_heads(other, kind)].shape
+                return self.share.xp.empty(shape, wide.dtype)
 
-        ticket, came = yield from returning(
-            share.rank, self.group, chunks, holder, rows_first(array, axis), room_of
-        )
+            found.append(self.group(kind).give_back(rows_first(array, ROWS[kind]), room_of))
+            results.append((kind, result, wide))
+        ticket, brought = yield from begun(found)
         yield Wait(ticket)
-        for other in self.group:
-            wide[self.own_heads(other, like)] += came[other]
-        return rows_back(wide, axis)
+        for (kind, _, wide), came in zip(results, brought, strict=True):
+            for other, part in came.items():
+                wide[self.own_heads(other, kind)] += part
+        return [result for _, result, _ in results]
+
+    @property
+    def _rows_of_wire(self) -> int:
+        """The axis of rows in what is sent: that of own arrays, or of what was collected."""
+        return -2 if self.across == 1 else 0
 
     def wire(self, array: Array) -> Array:
         """A canonical array as it is sent; no copy of what was collected, or is in C order."""
-        return self.share.xp.ascontiguousarray(array) if self.across == 1 else rows_first(array)
+        xp = self.share.xp
+        return xp.ascontiguousarray(xp.moveaxis(array, -2, self._rows_of_wire))
 
     def of_wire(self, array: Array) -> Array:
         """Canonical view of what is sent."""
-        return array if self.across == 1 else rows_back(array)
+        return self.share.xp.moveaxis(array, self._rows_of_wire, -2)
 
-    def room(self, like: Array, number: int, dtype: Any) -> Array:
+    def room(self, like: Array, number: int) -> Array:
         """Memory for an array of wires like another, with the keys of a group."""
-        rows, xp = rows_of(self.rows(self.share.keys, number)), self.share.xp
         shape = list(like.shape)
-        shape[-2 if self.across == 1 else 0] = rows
-        return xp.empty(tuple(shape), dtype)
+        shape[self._rows_of_wire] = rows_of(self.group("k", number).holder)
+        return self.share.xp.empty(tuple(shape), like.dtype)
 
-    def options(self) -> Schedule:
-        """Options of the group's rows: ids of segments are collected."""
-        ids = self.share.options.arrays.get("segment_ids_q")
-        if self.across == 1 or ids is None or ids.shape[-1] == 1 != self.share.q.shape[-2]:
-            return self.share.options
-        wire, chunks = rows_first(ids, -1), self.share.queries
-        holder = self.rows(chunks, self.number)
-        ticket, (found,) = yield from gathering(
-            self.share.rank, self.group, chunks, holder, lambda _: (wire,)
-        )
-        yield Wait(ticket)
-        arrays = self.share.options.arrays | {"segment_ids_q": rows_back(found, -1)}
-        options: Options = with_arrays(self.share.options, arrays)
-        return options
+    def exchange(self, step: int, arrays: Any, coming: Any) -> Exchange:
+        """Arrays for the group ``step`` behind, and ``coming`` from that ahead."""
+        to, source = self.peer(self.number + step), self.peer(self.number - step)
+        return Exchange(tuple((to, a) for a in arrays), tuple((source, a) for a in coming))
 
+    def bring(self, own: tuple[Array, ...], step: int) -> Schedule:
+        """Begin to get keys and values of the group ``step`` ahead, for own ones.
 
-def _exchanged(
-    grid: _Grid, arrays: Sequence[Array], step: int, coming: tuple[Array, ...]
-) -> Schedule:
-    """Begin to send arrays to the group ``step`` behind, and to get ``coming`` from that ahead."""
-    to, source = grid.peer(grid.number + step), grid.peer(grid.number - step)
-    return (yield Exchange(tuple((to, a) for a in arrays), tuple((source, a) for a in coming)))
+        Returns a ticket and what will have come.
+        """
+        coming = tuple(self.room(a, self.number - step) for a in own)
+        return (yield self.exchange(step, own, coming)), coming
 
-
-def _brought(grid: _Grid, own: tuple[Array, ...], step: int) -> Schedule:
-    """Begin to get keys and values of the group ``step`` ahead, for which own ones go behind.
-
-    Returns a ticket and what will have come.
-    """
-    coming = tuple(grid.room(a, grid.number - step, a.dtype) for a in own)
-    return (yield from _exchanged(grid, own, step, coming)), coming
+    def blocks(self, step: int, bounds: Bounds) -> tuple[Block, ...]:
+        """Calls of the group's queries against keys of the group ``step`` ahead."""
+        queries, keys = self.group("q").holder, self.group("k", self.number - step).holder
+        has_sink = step == 0 and "sink" in self.share.options.arrays
+        return blocks_of(queries, keys, bounds, sink=has_sink)
 
 
 def forward(share: Share, across: int) -> Schedule:
     """``out`` and lse of own rows, canonical, in the dtypes of results."""
     grid, xp, problem = _Grid(share, across), share.xp, share.problem
-    options = yield from grid.options()
-    (q,) = yield from grid.collected(share.q)
-    found = yield from grid.collected(share.k, share.v, like="k")
+    options, q, *found = yield from grid.operands()
     own = kv = tuple(map(grid.wire, found))
     heads = grid.heads(share.rank)
     parts = share.parts(heads, options)
-    queries = grid.rows(share.queries, grid.number)
     batch = problem.batch_shape
     if heads is not None:
         batch = (*batch[:-1], heads.stop - heads.start)
-    lse_shape = (*batch, rows_of(queries))
+    lse_shape = (*batch, q.shape[-2])
     out = xp.empty((*lse_shape, problem.head_dim_v), problem.dtype)
     merged = Merged(xp, out, share.sums_dtype, lse_shape)
 
-    def compute(block: Block, last: bool, k: Array, v: Array) -> None:
-        parts.forward_onto(merged, block, q, grid.of_wire(k), grid.of_wire(v), last=last)
+    def compute(block: Block, last: bool) -> None:
+        k, v = map(grid.of_wire, kv)
+        parts.forward_onto(merged, block, (q, k, v), last=last)
 
-    steps = []
-    for step in range(grid.groups):
-        has_sink = step == 0 and "sink" in share.options.arrays
-        keys = grid.rows(share.keys, grid.number - step)
-        steps.append(blocks_of(queries, keys, parts.bounds, sink=has_sink))
+    steps = [grid.blocks(step, parts.bounds) for step in range(grid.groups)]
     last = lasts_of(steps)
     for step, blocks in enumerate(steps):
-        ticket = None
+        coming = None
         if step + 1 < grid.groups:
-            ticket, coming = yield from _brought(grid, own, step + 1)
+            coming = yield from grid.bring(own, step + 1)
         for block in blocks:
-            yield Compute(partial(compute, block, next(last), *kv), block.pairs)
-        if ticket is not None:
+            yield Compute(partial(compute, block, next(last)), block.pairs)
+        if coming is not None:
+            ticket, kv = coming
             yield Wait(ticket)
-            kv = coming
     out, lse = merged.finished()
     shape = (*problem.batch_shape, share.q.shape[-2])
-    out = yield from grid.distributed(out, (*shape, problem.head_dim_v))
-    lse = yield from grid.distributed(lse, shape, "lse")
-    return out, lse
+    return (
+        yield from grid.distributed(("q", out, (*shape, problem.head_dim_v)), ("lse", lse, shape))
+    )
 
 
 def backward(share: Share, across: int, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
     """Gradients of own rows, canonical, and of options, by name."""
     grid, xp, dtype = _Grid(share, across), share.xp, share.sums_dtype
-    options = yield from grid.options()
-    (q,) = yield from grid.collected(share.q)
-    found = yield from grid.collected(share.k, share.v, like="k")
-    own = tuple(map(grid.wire, found))
-    dout, out = yield from grid.collected(saved.dout, saved.out)
-    rows = [saved.lse] if saved.dlse is None else [saved.lse, saved.dlse]
-    of_group = Saved(dout, out, *(yield from grid.collected(*rows, like="lse")))
-    queries, heads = grid.rows(share.queries, grid.number), grid.heads(share.rank)
-    of_options = OptionGradients(share, wanted)
+    dout, out, *rows = saved
+    options, q, k, v, *found = yield from grid.operands(
+        ("q", dout), ("q", out), *(("lse", a) for a in rows if a is not None)
+    )
+    of_group, own = Saved(*found), (grid.wire(k), grid.wire(v))
+    heads, of_options = grid.heads(share.rank), OptionGradients(share, wanted)
     names = [n for n in KV if n in wanted]
 
     def room(kv: tuple[Array, ...]) -> dict[str, Array]:
@@ -244,19 +234,17 @@ def backward(share: Share, across: int, saved: Saved, wanted: tuple[str, ...]) -
         """Gradients of a stage's heads by the keys of one group: dk and dv anew."""
         parts, of_heads = share.parts(stage.heads, options), stage.of_saved(of_group)
         k, v = (stage.of_kv(grid.of_wire(a)) for a in kv)
+        qkv = stage.of_q(q), k, v
         onto = {n: Summed(stage.of_kv(grid.of_wire(a))) for n, a in dkv.items()}
+        sums = onto | ({"q": dq} if "q" in wanted else {})
 
         def compute(block: Block) -> None:
-            sums = onto | ({"q": dq} if "q" in wanted else {})
-            found = parts.backward(block, stage.of_q(q), k, v, of_heads, wanted, sums)
-            of_options.add(parts, block, found)
+            of_options.add(parts, block, parts.backward(block, qkv, of_heads, wanted, sums))
 
-        keys = grid.rows(share.keys, grid.number - step)
-        has_sink = step == 0 and "sink" in share.options.arrays
-        for block in blocks_of(queries, keys, parts.bounds, sink=has_sink):
+        for block in grid.blocks(step, parts.bounds):
             yield Compute(partial(compute, block), block.pairs)
-        for sums in onto.values():
-            sums.finish()
+        for each in onto.values():
+            each.finish()
 
     def of_own_keys(stage: Stage) -> Schedule:
         of_stage = Summed(stage.of_q(dq))
@@ -265,48 +253,50 @@ def backward(share: Share, across: int, saved: Saved, wanted: tuple[str, ...]) -
 
     # Own keys come in two parts of the heads: while keys of other groups arrive, and while
     # gradients of own keys come home.
-    first, *last = stages_of(heads, q, *found, most=min(grid.groups, 2))
+    first, *last = stages_of(heads, q, k, v, most=min(grid.groups, 2))
     dq, own_sums = xp.empty(q.shape, dtype), room(own)
     of_others = Summed(xp.empty(q.shape if grid.groups > 1 else (0, 0), dtype))
-    back: Any = None
     returned: list[Array] = []
+    back: Any = None
 
-    def taken() -> Schedule:
-        yield Wait(back)
+    def taken(ticket: Any, came: list[Array]) -> Schedule:
+        """Add the gradients of own keys that another group computed."""
+        yield Wait(ticket)
         for total, array in zip(returned, came, strict=False):
             total += array
         if not returned:
             returned.extend(came)
 
     if grid.groups > 1:
-        ticket, coming = yield from _brought(grid, own, 1)
+        ticket, coming = yield from grid.bring(own, 1)
     yield from of_own_keys(first)
     for step in range(1, grid.groups):
         yield Wait(ticket)
         kv = coming
         if step + 1 < grid.groups:
-            ticket, coming = yield from _brought(grid, own, step + 1)
+            ticket, coming = yield from grid.bring(own, step + 1)
         parts = room(kv)
         yield from computed(step, Stage(heads), kv, parts, of_others)
         if back is not None:
-            yield from taken()
+            yield from taken(*back)
         if names:
-            came = tuple(xp.empty(a.shape, dtype) for a in own_sums.values())
-            back = yield from _exchanged(grid, tuple(parts.values()), -step, came)
+            came = [xp.empty(a.shape, dtype) for a in own_sums.values()]
+            back = (yield grid.exchange(-step, parts.values(), came)), came
     for stage in last:
         yield from of_own_keys(stage)
     if back is not None:
-        yield from taken()
-    result = {}
+        yield from taken(*back)
+    totals = []
     if "q" in wanted:
-        found = of_others.added_to(dq, share.q.dtype) if grid.groups > 1 else dq
-        found = rounded(found, share.q.dtype)
-        result["q"] = yield from grid.distributed(found, share.q.shape)
+        total = of_others.added_to(dq, share.q.dtype) if grid.groups > 1 else dq
+        totals.append(("q", rounded(total, share.q.dtype), share.q.shape))
     for name, array, others in zip_longest(names, own_sums.values(), returned):
         like = getattr(share, name)
         if others is not None:
-            total = xp.empty(array.shape, like.dtype if grid.across == 1 else dtype)
+            total = xp.empty(array.shape, like.dtype if across == 1 else dtype)
             array = rounded_sum(array, others, total)
-        found = yield from grid.distributed(grid.of_wire(array), like.shape, "k")
-        result[name] = rounded(found, like.dtype)
+        totals.append(("k", grid.of_wire(array), like.shape))
+    found = yield from grid.distributed(*totals)
+    asked = [n for n in ("q", "k", "v") if n in wanted]
+    result = {n: rounded(a, getattr(share, n).dtype) for n, a in zip(asked, found, strict=True)}
     return result | (yield from of_options.finished())

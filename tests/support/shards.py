@@ -1,0 +1,65 @@
+"""How is a call of whole arrays made by simulated ranks, and its results put together?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cuflash import distributed
+from cuflash._problem.option_table import FIELDS
+
+QKV = ("q", "k", "v")
+
+
+def has_rows(array: Any, axis: int) -> bool:
+    """Whether an option has a value for each query, not one for all."""
+    return array is not None and array.ndim >= -axis and array.shape[axis] != 1
+
+
+class Shards:
+    """Cuts arguments of a whole call among simulated ranks, and joins results."""
+
+    def __init__(self, size: int, layout: str, method: str) -> None:
+        self.comm = distributed.simulated(size)
+        self.how = {"comm": self.comm, "layout": layout, "method": method}
+
+    def cut(self, array, axis=-2):
+        layout = self.how["layout"]
+        return distributed.shard(array, comm=self.comm, layout=layout, axis=axis)
+
+    def whole(self, parts, axis=-2):
+        layout = self.how["layout"]
+        found = distributed.unshard(parts, comm=self.comm, layout=layout, axis=axis)
+        assert all(np.array_equal(found[0], other, equal_nan=True) for other in found)
+        return found[0]
+
+    def options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """With the rows of each rank where an option has rows."""
+        own = dict(options)
+        for name in ("bias", "mask"):
+            if has_rows(own.get(name), -2):
+                own[name] = self.cut(own[name])
+        if "segment_ids" in own:
+            of_queries, of_keys = own["segment_ids"]
+            if has_rows(of_queries, -1):
+                own["segment_ids"] = [(ids, of_keys) for ids in self.cut(of_queries, -1)]
+        return own
+
+    def forward(self, q, k, v, **options):
+        own = self.options(options)
+        return distributed.attention(*map(self.cut, (q, k, v)), return_lse=True, **own, **self.how)
+
+    def gradients(self, dout, q, k, v, results, wrt, dlse=None, **options):
+        parts = distributed.attention_backward(
+            *map(self.cut, (dout, q, k, v)), [r.out for r in results], [r.lse for r in results],
+            dlse=None if dlse is None else self.cut(dlse, -1), wrt=wrt,
+            **self.options(options), **self.how,
+        )  # fmt: skip
+        found = {}
+        for name in wrt:
+            own = [getattr(part, FIELDS[name]) for part in parts]
+            rows = name in QKV or (name == "bias" and has_rows(options["bias"], -2))
+            found[name] = self.whole(own) if rows else own[0]
+            assert rows or all(np.array_equal(own[0], other) for other in own)
+        return found

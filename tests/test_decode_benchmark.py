@@ -1,0 +1,104 @@
+"""Does one run measure every shape of few queries and many keys, in pages and of any lengths?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import gpu_evidence
+import numpy as np
+import pytest
+
+from benchmarks import cells, decode, host_clock, peers, report
+from benchmarks.machine import META_KEYS
+from cuflash.tuning import Workload
+
+
+def small(work: Workload) -> Workload:
+    """The same call of fewer entries, keys and features."""
+    batch, queries, d = min(work.batch, 3), min(work.seqlen_q, 4), work.head_dim // 16
+    return replace(work, batch=batch, seqlen_q=queries, seqlen_k=256, head_dim=d, head_dim_v=d)
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> cells.Run:
+    """What the set finds on NumPy arrays, each shape made small."""
+    monkeypatch.setattr(decode, "COPIED_BYTES", 1 << 20)
+    monkeypatch.setattr(decode, "SHAPES", list(map(small, decode.SHAPES[:4])))
+    monkeypatch.setattr(decode, "PAGED", [(small(w), sizes) for w, sizes in decode.PAGED])
+    monkeypatch.setattr(decode, "RAGGED", small(decode.RAGGED))
+    monkeypatch.setattr(decode, "PACKED", small(decode.PACKED))
+    chosen = [peers.IMPLEMENTATIONS[name] for name in ("cuflash", "naive")]
+    run = cells.Run(np, host_clock.HostClock(), chosen, ["float32"], ["fwd"], 0.1)
+    decode.measure_decode(run)
+    return run
+
+
+def test_every_way_that_keys_lie_is_a_row_beside_a_copy(found: cells.Run) -> None:
+    ways = {row["options"] for row in found.rows}
+    pages = {f"pages of {size}" for size in (1, 16, 64, 256)}
+    ragged = {f"{lie}, 17 to 256 keys" for lie in ("in order", "pages of 16", "packed")}
+    assert ways == {"", "in order"} | pages | ragged
+    assert not any("differs" in note or "Error" in note for note in found.notes), found.notes
+    for row in found.rows:
+        shape, lie = report.shape_text(row), row["options"]
+        own = [note for note in found.notes if note.endswith(f"{shape}, {lie}" if lie else shape)]
+        assert any(" of a copy's " in note for note in own)
+        in_order = not lie or lie.startswith("in order")
+        assert in_order or any(" of the speed of keys in order: " in note for note in own)
+    text = report.markdown({"meta": dict.fromkeys(META_KEYS), "rows": found.rows})
+    assert "## fwd, float32: microseconds\n" in text  # of lengths that differ: no TFLOP/s
+    assert "waiting" not in text
+
+
+def test_a_share_counts_the_bytes_of_keys_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: a clock on which every call takes as long as the copy."""
+    monkeypatch.setattr(decode, "COPIED_BYTES", 1 << 20)
+    monkeypatch.setattr(decode, "SHAPES", [])
+    monkeypatch.setattr(decode, "PAGED", [])
+    for name in ("RAGGED", "PACKED"):
+        monkeypatch.setattr(decode, name, Workload(2, 4, 2, 1, 1008, 8, 8, "float32"))
+    monkeypatch.setattr(decode, "lengths_up_to", lambda *_: (600, 100))
+    clock = host_clock.HostClock()
+    monkeypatch.setattr(clock, "once", lambda call: (call(), 2.0)[1])
+    run = cells.Run(np, clock, [], ["float32"], ["fwd"], 0.1)
+    decode.measure_decode(run)
+    moved = 4 * (2 * 4 * 16 + 2 * 700 * 16)  # rows of q and out, and 700 keys of two heads
+    share = f"{moved / (2 << 20):.2f} of a copy's 0.00 TB/s: float32 b2 h4/2 1x1008 d8 full"
+    for lie in ("in order", "pages of 16", "packed"):
+        assert f"{share}, {lie}, 100 to 600 keys" in run.notes
+    ratios = [note for note in run.notes if note.startswith("1.00 of the speed of keys in order:")]
+    assert len(ratios) == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [
+        ((16, 32, 8, 1, 8192), (64, 128, 256)),
+        ((64, 32, 8, 1, 4096), (64, 128, 256)),
+        ((1, 32, 32, 1, 65_536), (64, 128, 256)),
+        ((1, 32, 8, 1, 131_072), (64, 128, 256)),
+        ((1, 32, 8, 4, 131_072), (64, 128, 256)),
+        ((1, 8, 8, 512, 50_000), (64,)),
+        ((1, 8, 8, 77, 4096), (64,)),
+        ((1, 8, 8, 1, 512), (64,)),
+    ],
+)
+def test_one_part_of_the_evidence_has_every_bar(shape: Any, dims: Any) -> None:
+    _, program = gpu_evidence.PARTS["decode"]
+    assert "--set decode" in program
+    assert {"cuflash", "fa2", "cudnn", "fa4"} == set(gpu_evidence.PEERS.split(","))
+    for d in dims:
+        assert Workload(*shape, d, d, "bfloat16") in decode.SHAPES
+    in_pages = {work for work, sizes in decode.PAGED if 16 in sizes}
+    assert {(w.batch, w.heads_q, w.seqlen_k) for w in in_pages} >= {
+        (16, 32, 8192), (64, 32, 4096), (1, 32, 65_536), (1, 32, 131_072), (1, 8, 512),
+    }  # fmt: skip
+
+
+def test_pages_of_which_keys_are_no_multiple_are_left_out() -> None:
+    work = Workload(1, 2, 2, 1, 100, 8, 8, "float32")
+    run = cells.Run(np, host_clock.HostClock(), [], ["float32"], ["fwd"], 0.1)
+    among = [decode.InOrder(), decode.InPages(16)]
+    assert set(cells.time_cell(run, work, "fwd", among)) == {"in order"}
+    assert any("100 keys are no whole pages of 16" in note for note in run.notes)
