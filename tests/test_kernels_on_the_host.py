@@ -18,6 +18,7 @@ import pytest
 import cuflash
 from cuflash import reference
 from cuflash._problem.problem import describe
+from cuflash._results import Saved
 from cuflash.testing._budget import Budget
 from support import chosen, covering, problems
 from support.problems import Call, make_call
@@ -56,10 +57,11 @@ def results(
     problem = describe(q, k, v, options, precision=precision)
     out = full_of_nan(problem.out_shape, problem.dtype)
     lse = full_of_nan(problem.lse_shape, problem.lse_dtype)
-    run.forward(problem, q, k, v, options, out, lse)
+    run.forward(problem, (q, k, v), options, out, lse)
     gradients = {n: full_of_nan(call.array(n).shape, call.array(n).dtype) for n in call.wrt}
     dlse = None if call.dlse is None else on_device(call.dlse)
-    run.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients)
+    saved = Saved(dout, out, lse, dlse)
+    run.backward(problem, (q, k, v), options, saved, gradients)
     return (
         np.asarray(out), np.asarray(lse), {n: np.asarray(g) for n, g in gradients.items()}
     )  # fmt: skip
@@ -147,23 +149,25 @@ def test_a_repeated_gradient_is_that_of_its_own_arrays() -> None:
     repeats: list[Any] = []
     for seed in (0, 1):
         call = make_call("normal", seed, np.float16, *shapes, options={"enable_gqa": True})
-        _, q, k, v = given = [on_device(call.array(name)) for name in ("dout", "q", "k", "v")]
+        dout, q, k, v = (on_device(call.array(name)) for name in ("dout", "q", "k", "v"))
         problem = describe(q, k, v, options)
         out = full_of_nan(problem.out_shape, problem.dtype)
         lse = full_of_nan(problem.lse_shape, problem.lse_dtype)
-        run.forward(problem, q, k, v, options, out, lse)
+        run.forward(problem, (q, k, v), options, out, lse)
         gradients = {name: full_of_nan(call.array(name).shape, problem.dtype) for name in "qkv"}
-        backward = (problem, *given, out, lse, None, options, gradients)
-        plan = run.backward(*backward)
+        saved = Saved(dout, out, lse)
+        plan = run.backward(problem, (q, k, v), options, saved, gradients)
         assert plan is not None
-        repeats.append(run.repeated_backward(plan, problem, q, k, v, given[0], out, lse))
-        again = repeats[0](*(a.data.ptr for a in (q, k, v, given[0], out, lse)))
+        repeats.append(run.repeated_backward(plan, problem, (q, k, v), saved))
+        again = repeats[0](*(a.data.ptr for a in (q, k, v, dout, out, lse)))
         for name, gradient in gradients.items():
             assert getattr(again, f"d{name}").tobytes() == gradient.tobytes(), (seed, name)
-    in_double = run.backward(problem, given[0].astype(np.float64), *backward[2:])
-    assert in_double is None  # another dout than the caller's was read
+    in_double = saved._replace(dout=dout.astype(np.float64))
+    assert (
+        run.backward(problem, (q, k, v), options, in_double, gradients) is None
+    )  # another dout than the caller's was read
     off = on_device(np.zeros(out.nbytes + 2, np.uint8)[2:].view(out.dtype).reshape(out.shape))
-    assert run.repeated_backward(plan, problem, q, k, v, off, out, lse) is None
+    assert run.repeated_backward(plan, problem, (q, k, v), saved._replace(dout=off)) is None
 
 
 @pytest.mark.full
@@ -278,10 +282,11 @@ def test_packed_sequences(kind: str) -> None:
         problem = describe_packed(q, k, v, options, packed, axes=None, precision=None)
         out = on_device(np.zeros(problem.out_shape, problem.dtype))
         lse = on_device(np.full(problem.lse_shape, -np.inf, np.float32))
-        run.forward(problem, q, k, v, options, out, lse, cu_seqlens=packed)
+        run.forward(problem, (q, k, v), options, out, lse, cu_seqlens=packed)
         inputs = {"q": q, "k": k, "v": v, "scale": np.zeros(()), **options.arrays}
         gradients = {n: on_device(np.zeros_like(inputs[n])) for n in wrt}
-        run.backward(problem, dout, q, k, v, out, lse, None, options, gradients, cu_seqlens=packed)
+        saved = Saved(dout, out, lse)
+        run.backward(problem, (q, k, v), options, saved, gradients, cu_seqlens=packed)
         plain = {n: np.asarray(g) for n, g in gradients.items()}
         assert all(math.prod(g.shape) for g in plain.values())
         return np.asarray(out), np.asarray(lse), plain

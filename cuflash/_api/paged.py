@@ -24,6 +24,7 @@ from cuflash._arrays import (
 )
 from cuflash._errors import wrong_type, wrong_value
 from cuflash._host.cache import pages_within
+from cuflash._host.forward import written_at_the_end
 from cuflash._problem.checks import flag, integers, require_float
 from cuflash._problem.habits import WORDS_OF_PAGES, refuse_words
 from cuflash._problem.operand import CANONICAL, Axes, checked_axes, core_axes
@@ -56,43 +57,20 @@ class _Paged(NamedTuple):
 
 @overload
 def attention_paged(
-    q: NativeT,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    kv_lengths: Any,
-    /,
-    *,
-    return_lse: Literal[False] = ...,
-    out: Array | None = ...,
-    **others: Unpack[PagedKeywords],
-) -> NativeT: ...
+    q: NativeT, k_pages: Array, v_pages: Array, page_table: Array, kv_lengths: Any, /, *,
+    return_lse: Literal[False] = ..., out: Array | None = ..., **others: Unpack[PagedKeywords],
+) -> NativeT: ...  # fmt: skip
 @overload
 def attention_paged(
-    q: NativeT,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    kv_lengths: Any,
-    /,
-    *,
-    return_lse: Literal[True],
-    out: tuple[Array, Array] | None = ...,
+    q: NativeT, k_pages: Array, v_pages: Array, page_table: Array, kv_lengths: Any, /, *,
+    return_lse: Literal[True], out: tuple[Array, Array] | None = ...,
     **others: Unpack[PagedKeywords],
-) -> AttentionResult[NativeT]: ...
+) -> AttentionResult[NativeT]: ...  # fmt: skip
 @overload
 def attention_paged(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    kv_lengths: Any,
-    /,
-    *,
-    return_lse: bool = ...,
-    out: Any = ...,
-    **others: Unpack[PagedKeywords],
-) -> Any: ...
+    q: Array, k_pages: Array, v_pages: Array, page_table: Array, kv_lengths: Any, /, *,
+    return_lse: bool = ..., out: Any = ..., **others: Unpack[PagedKeywords],
+) -> Any: ...  # fmt: skip
 @on_own_device
 @arguments.answering
 def attention_paged(
@@ -340,18 +318,12 @@ def _in_order(pages: Array, table: Array) -> Array:
 
 def _on_the_host(problem: Problem, paged: _Paged, options: Options, out: Array, lse: Array) -> None:
     """Compute each sequence by itself, from a copy of its own keys."""
-    destinations = out, lse
-    if options.score_mod is not None or options.mask_mod is not None:
-        # A formula may raise in any sequence, and then nothing has been written.
-        out, lse = np.empty_like(out), np.empty_like(lse)
-    rows = _with_core_last("out", out, problem.axes[3])
-    for s, (q, k, v, own) in enumerate(_sequences(problem, paged, options)):
-        part = describe(q, k, v, own, precision=problem.precision, out=rows[s])
-        first = s * math.prod(problem.batch_shape[1:])
-        run_forward(part, (q, k, v), own, rows[s], lse[s], origin=Origin(first))
-    for destination, filled in zip(destinations, (out, lse), strict=True):
-        if destination is not filled:
-            destination[...] = filled
+    with written_at_the_end(options, out, lse) as (out, lse):
+        rows = _with_core_last("out", out, problem.axes[3])
+        for s, (q, k, v, own) in enumerate(_sequences(problem, paged, options)):
+            part = describe(q, k, v, own, precision=problem.precision, out=rows[s])
+            first = s * math.prod(problem.batch_shape[1:])
+            run_forward(part, (q, k, v), own, rows[s], lse[s], origin=Origin(first))
 
 
 def _sequences(

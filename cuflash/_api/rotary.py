@@ -26,26 +26,16 @@ from cuflash._problem.habits import answering_words
 
 @overload
 def rotary(
-    x: NativeT,
-    positions: Any,
-    /,
-    *,
-    frequencies: Array | None = ...,
-    interleaved: bool = ...,
-    inverse: bool = ...,
+    x: NativeT, positions: Any, /, *,
+    frequencies: Array | None = ..., interleaved: bool = ..., inverse: bool = ...,
     out: Array | None = ...,
-) -> NativeT: ...
+) -> NativeT: ...  # fmt: skip
 @overload
 def rotary(
-    x: Array,
-    positions: Any,
-    /,
-    *,
-    frequencies: Array | None = ...,
-    interleaved: bool = ...,
-    inverse: bool = ...,
+    x: Array, positions: Any, /, *,
+    frequencies: Array | None = ..., interleaved: bool = ..., inverse: bool = ...,
     out: Array | None = ...,
-) -> Array: ...
+) -> Array: ...  # fmt: skip
 @answering_words
 @on_own_device
 def rotary(

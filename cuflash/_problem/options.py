@@ -229,6 +229,9 @@ _VALUES = frozenset(
 OptionLayout: Any = namedtuple("OptionLayout", (*OPTION_NAMES, "arrays"))  # type: ignore[misc]
 
 
+_NO_OPTIONS = Options()
+
+
 @functools.lru_cache(maxsize=1024, typed=True)
 def _of_values(
     names: tuple[str, ...],
@@ -247,6 +250,8 @@ def _of_values(
 def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
     """Return ``options``, or the Options of ``keywords``; both at once is a TypeError."""
     if options is None:
+        if not keywords:
+            return _NO_OPTIONS
         window = keywords.get("window")
         sides = tuple(map(type, window)) if type(window) is tuple else ()
         try:
