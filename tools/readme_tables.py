@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import float8  # noqa: E402
 from benchmarks.accuracy import markdown as errors  # noqa: E402
 from benchmarks.machine import short_commit  # noqa: E402
 from benchmarks.option_costs import CHANGES, PLAIN  # noqa: E402
@@ -356,6 +357,12 @@ def accuracy() -> str:
     return "\n\n".join(map(errors, (json.loads(p.read_text("utf-8")) for p in last.values())))
 
 
+def float8_errors() -> str:
+    """Errors of 8-bit operands, of the newest committed run."""
+    last = sorted(RESULTS.glob("cpu-float8-*.json"))[-1]
+    return float8.markdown(json.loads(last.read_text("utf-8")))
+
+
 def mistakes() -> str:
     """How many mistakes in the kernels the GPU tests noticed, and which they did not, and why."""
     said = json.loads(MISTAKES.read_text(encoding="utf-8"))
@@ -384,7 +391,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "costs": costs,
         "waiting": waiting,
     },
-    "docs/accuracy.md": {"accuracy": accuracy},
+    "docs/accuracy.md": {"accuracy": accuracy, "float8": float8_errors},
     "docs/backward-sm90.md": {"gradient": gradient},
     "docs/mistakes.md": {"mistakes": mistakes},
 }

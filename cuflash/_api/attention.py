@@ -56,8 +56,8 @@ def attention(
     Parameters
     ----------
     q : array, batch + (m, d)
-        Queries; float16, bfloat16, float32 or float64. Any strides. NumPy or CuPy arrays, or
-        tensors that DLPack hands out, which are not copied.
+        Queries; float16, bfloat16, float32 or float64, or 8-bit floats: see :func:`quantize`. Any
+        strides. NumPy or CuPy arrays, or tensors that DLPack hands out, which are not copied.
     k : array, batch + (n, d)
         Keys.
     v : array, batch + (n, d_v)
@@ -76,8 +76,8 @@ def attention(
     return_lse : bool
         Return :class:`AttentionResult` instead of the output alone.
     out : array, or (out, lse) with ``return_lse``, optional
-        Where to write: the exact shape, in the result's dtype, or float32 for 16-bit inputs; any
-        strides without overlap.
+        Where to write: the exact shape, in the result's dtype, or float32 for 16-bit inputs, or any
+        of float16, bfloat16 and float32 for 8-bit inputs; any strides without overlap.
     workspace : uint8 array, optional
         Scratch memory of at least :func:`workspace_size` bytes. A call that a CUDA graph captures
         needs it, ``out``, and arrays of one dtype: otherwise a RuntimeError says so.
@@ -89,8 +89,8 @@ def attention(
     Returns
     -------
     out : array, batch + (m, d_v)
-        In the dtype of the inputs. A query that sees no key gives 0, and so do rows beyond
-        ``q_lengths``.
+        In the dtype of the inputs; bfloat16 where all have 8 bits and ``out`` says nothing else. A
+        query that sees no key gives 0, and so do rows beyond ``q_lengths``.
     lse : array, batch + (m,)
         Only with ``return_lse``: natural logarithm of the sum of exp of the scores, float32
         (float64 for float64). For a query that sees no key -inf, or the sink; -inf in rows beyond
@@ -163,7 +163,7 @@ def _attention(
     out, lse = arguments.results(xp, pair, problem, inputs, with_lse=with_lse)
     plan = run_forward(problem, qkv, chosen, out, lse, workspace=workspace, config=config)
     if plain and plan is not None and may_be_known(chosen):
-        repeat = launch().repeated_forward(plan, problem, qkv[0], lse)
+        repeat = launch().repeated_forward(plan, problem, qkv[0], chosen, lse)
         remember(repeat, chosen, return_lse, qkv)
     return AttentionResult(out, lse) if return_lse else out
 
@@ -238,7 +238,8 @@ def attention_backward(
     -------
     Gradients
         Each with exactly the shape and dtype of its input: summed over broadcast axes and over
-        the query heads that share a key/value head.
+        the query heads that share a key/value head. Of an 8-bit input it is with respect to the
+        dequantised array (elements times their scale), in the dtype of ``out``.
 
     Raises
     ------
@@ -294,7 +295,7 @@ def attention_backward(
         )  # fmt: skip
         unpromoted = all(a is b for a, b in zip(given.values(), qkv, strict=True))
         if plain and plan is not None and unpromoted and may_be_known(chosen):
-            repeat = launch().repeated_backward(plan, problem, qkv, saved)
+            repeat = launch().repeated_backward(plan, problem, qkv, chosen, saved)
             if repeat is not None:
                 remember(repeat, chosen, deterministic, qkv, saved[:3])
         return arguments.by_field(gradients, wrt)

@@ -9,7 +9,6 @@ are summed there in order of ranks.
 from __future__ import annotations
 
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from cuflash._arrays import Array, rounded
 from cuflash._results import Saved
 from cuflash.distributed._blocks import Block, blocks_of
 from cuflash.distributed._communicator import Compute, Schedule, Wait
-from cuflash.distributed._parts import Parts
+from cuflash.distributed._parts import Parts, Stage, stages_of
 from cuflash.distributed._share import (
     KV,
     Group,
@@ -29,20 +28,9 @@ from cuflash.distributed._share import (
     rows_back,
     rows_first,
 )
-from cuflash.distributed._stages import Stage, stages_of
-from cuflash.distributed._sums import Summed
+from cuflash.distributed._sums import Rows, Summed
 
 STAGES = 4  # at most
-
-
-def _same(array: Array, _: int) -> Array:
-    """What any rank gets."""
-    return array
-
-
-def _room(xp: ModuleType, shape: tuple[int, ...], dtype: np.dtype[Any], _: int) -> Array:
-    """Memory for what any rank returns."""
-    return xp.empty(shape, dtype)
 
 
 class _Gathered:
@@ -51,7 +39,7 @@ class _Gathered:
     def __init__(self, share: Share) -> None:
         self._share = share
         self.group = Group(share.rank, range(share.size), share.keys)
-        self.stages = stages_of(share.all_heads(), share.q, share.k, share.v, most=STAGES)
+        self.stages = stages_of(share.heads, share.q, share.k, share.v, most=STAGES)
         self.kv: tuple[Array, Array]  # of the last stage that was taken, canonical
         self._coming: Any = None
 
@@ -65,8 +53,9 @@ class _Gathered:
 
     def _begin(self, number: int) -> Schedule:
         stage, share = self.stages[number], self._share
-        own = (rows_first(stage.of_kv(a)) for a in (share.k, share.v))
-        return (yield from begun([self.group.gather(partial(_same, a)) for a in own]))
+        k, v = (rows_first(stage.of_kv(a)) for a in (share.k, share.v))
+        found = [self.group.gather(lambda _: k), self.group.gather(lambda _: v)]
+        return (yield from begun(found))
 
     def blocks(self, parts: Parts) -> tuple[Block, ...]:
         """Calls of own queries against all keys."""
@@ -74,14 +63,15 @@ class _Gathered:
         return blocks_of(queries, self.group.holder, parts.bounds, sink=has_sink)
 
 
-def forward(share: Share, _: int) -> Schedule:
+def forward(share: Share) -> Schedule:
     """``out`` and lse of own rows, canonical, in the dtypes of results."""
     xp, problem, gathered = share.xp, share.problem, _Gathered(share)
     shape = (*problem.batch_shape, share.q.shape[-2])
-    out = xp.zeros((*shape, problem.head_dim_v), problem.dtype)
-    lse = xp.full(shape, -np.inf, problem.lse_dtype)
+    out = xp.empty((*shape, problem.head_dim_v), problem.dtype)
+    lse, written = xp.empty(shape, problem.lse_dtype), Rows(shape[-1])
 
     def compute(stage: Stage, parts: Parts, block: Block) -> None:
+        written.add(block.rows)
         rows = stage.of_q(out)[..., block.rows, :], stage.of_lse(lse)[..., block.rows]
         parts.forward(block, (stage.of_q(share.q), *gathered.kv), *rows)
 
@@ -89,11 +79,14 @@ def forward(share: Share, _: int) -> Schedule:
         yield from gathered.take(number)
         parts = share.parts(stage.heads)
         for block in gathered.blocks(parts):
-            yield Compute(partial(compute, stage, parts, block), block.pairs)
+            yield Compute(partial(compute, stage, parts, block), parts.scores(block))
+    for unseen in written.runs(present=False):
+        out[..., unseen, :] = 0
+        lse[..., unseen] = -np.inf
     return out, lse
 
 
-def backward(share: Share, _: int, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
+def backward(share: Share, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
     """Gradients of own rows, canonical, and of options, by name."""
     xp, dtype, gathered = share.xp, share.sums_dtype, _Gathered(share)
     of_options = OptionGradients(share, wanted)
@@ -106,12 +99,11 @@ def backward(share: Share, _: int, saved: Saved, wanted: tuple[str, ...]) -> Sch
 
     def send_home(stage: Stage, dkv: dict[str, Array]) -> Schedule:
         """Begin to send gradients of keys of all ranks. Returns what remains to be done."""
-        shapes = {n: (share.k.shape[-2], *a.shape[1:]) for n, a in dkv.items()}
-        home = [
-            gathered.group.give_back(a, partial(_room, xp, shapes[n], dtype))
-            for n, a in dkv.items()
-        ]
-        ticket, brought = yield from begun(home)
+        rows, ranks, found = share.k.shape[-2], gathered.group.ranks, []
+        for array in dkv.values():
+            came = {r: xp.empty((rows, *array.shape[1:]), dtype) for r in ranks}
+            found.append(gathered.group.give_back(array, came))
+        ticket, brought = yield from begun(found)
         return take_home(stage, ticket, dict(zip(dkv, brought, strict=True)))
 
     def take_home(stage: Stage, ticket: Any, brought: dict[str, dict[int, Array]]) -> Schedule:
@@ -135,7 +127,7 @@ def backward(share: Share, _: int, saved: Saved, wanted: tuple[str, ...]) -> Sch
             dq = xp.empty(stage.of_q(share.q).shape, dtype)
             onto["q"] = Summed(dq)
         for block in gathered.blocks(parts):
-            yield Compute(partial(compute, stage, parts, block, onto), block.pairs)
+            yield Compute(partial(compute, stage, parts, block, onto), parts.scores(block))
         for each in onto.values():
             each.finish()
         if "q" in wanted:

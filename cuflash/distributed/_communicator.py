@@ -46,10 +46,10 @@ class CommunicationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Work of one rank; ``pairs`` of a query and a key are its size."""
+    """Work of one rank; ``scores`` of a query and a key of a head are its size."""
 
     run: Callable[[], Any]
-    pairs: int = 0
+    scores: int = 0
 
 
 @dataclass(frozen=True, slots=True)

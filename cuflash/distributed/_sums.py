@@ -16,25 +16,34 @@ from cuflash._arrays import Array, array_module, rounded
 
 
 class Rows:
-    """Some rows of an array."""
+    """Some rows of an array, as intervals in order: blocks begin and end in few places."""
 
     def __init__(self, number: int) -> None:
-        self._present = np.zeros(number, bool)
+        self._number = number
+        self._present: list[tuple[int, int]] = []
 
     def add(self, rows: slice) -> None:
         """They are present from now on."""
-        self._present[rows] = True
+        found: list[tuple[int, int]] = []
+        for start, stop in sorted([*self._present, (rows.start, rows.stop)]):
+            if found and start <= found[-1][1]:
+                found[-1] = found[-1][0], max(stop, found[-1][1])
+            elif start < stop:
+                found.append((start, stop))
+        self._present = found
 
     def any(self, rows: slice) -> bool:
         """Whether one of ``rows`` is present."""
-        return bool(self._present[rows].any())
+        return bool(self.runs(present=True, among=rows))
 
     def runs(self, *, present: bool, among: slice | None = None) -> list[slice]:
         """Those that are present, or that are not: neighbours together."""
-        among = among or slice(0, len(self._present))
-        padded = np.r_[False, self._present[among] == present, False]
-        ends = np.flatnonzero(padded[1:] != padded[:-1]) + among.start
-        return [slice(int(a), int(b)) for a, b in zip(ends[::2], ends[1::2], strict=True)]
+        low, high = (among.start, among.stop) if among else (0, self._number)
+        inside = [(max(a, low), min(b, high)) for a, b in self._present if a < high and low < b]
+        if not present:
+            ends = [low, *(end for pair in inside for end in pair), high]
+            inside = list(zip(ends[::2], ends[1::2], strict=True))
+        return [slice(a, b) for a, b in inside if a < b]
 
 
 class Merged:
