@@ -24,11 +24,13 @@ _OPERATIONS = 3e9  # of a call that the CPU path computes
 def seams() -> list[tuple[Any, str, Callable[..., Any]]]:
     """Functions that launch kernels, by module and name, and what writes their results."""
     from cuflash._launch import cache, float8, run
+    from cuflash.distributed import _ring, _sums
 
     of_caches = [(cache, name, getattr(host_cache, name)) for name in _OF_CACHES]
     return [
         (run, "forward", _forward), (run, "backward", _backward), *of_caches,
         (float8, "dequantized", _dequantized), (float8, "quantized", _quantized),
+        *((module, "rounded_sum", _sums.rounded_sum) for module in (_ring, _sums)),
     ]  # fmt: skip
 
 
@@ -45,7 +47,7 @@ def _forward(
     lse = np.empty(problem.lse_shape, problem.lse_dtype) if lse is None else lse
     q, k, v = qkv
     if so_far is not None or q.dtype.itemsize == 1:
-        raise NotImplementedError("results to join, or operands of 8 bits")
+        raise NotImplementedError("the bits of results that are joined, or of operands of 8 bits")
     if cu_seqlens:
         varlen._forward_on_the_host(problem, options, cu_seqlens, qkv, out, lse)
     elif page_table is not None:
