@@ -89,7 +89,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
       smem.queries[i].load(from.q, from.dout, found, q_idx);
     }
     __syncthreads();  // the queries are there
-    if (looks_up || hides || blocks.masked(block) || !visited.of_one_segment(block)) {
+    if (looks_up || hides || visited.masked(block)) {
       add_block<true>(own, smem, score, first_row, first_key, power);
     } else {
       add_block<false>(own, smem, score, first_row, first_key, power);

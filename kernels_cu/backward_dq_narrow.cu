@@ -79,7 +79,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
       hides |= smem.keys[i].hides();
     }
     hides = __syncthreads_or(hides);  // the keys are there
-    if (looks_up || hides || blocks.masked(block) || !visited.of_one_segment(block)) {
+    if (looks_up || hides || visited.masked(block)) {
       add_block<true>(own, smem, score, first_row, first_key, power);
     } else {
       add_block<false>(own, smem, score, first_row, first_key, power);

@@ -163,7 +163,7 @@ struct Consumer {
     for (int block = visited.first_from(blocks.begin); block < blocks.end;
          block = visited.next_after(block)) {
       const int first_key = block * Config::block_n;
-      const bool masked = blocks.masked(block) || !visited.of_one_segment(block);
+      const bool masked = visited.masked(block);
       if constexpr (ahead) {
         const bool is_last = warp_agrees(block + 1 == blocks.end);
         add_block_ahead(s_acc, score, work.first_row, first_key, masked, is_last);

@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
        block = visited.next_after(block)) {
     const int first_key = block * Config::block_n;
     const bool hides = load_keys(smem, k, v, score, first_key, keys);
-    if (looks_up || hides || blocks.masked(block) || !visited.of_one_segment(block)) {
+    if (looks_up || hides || visited.masked(block)) {
       add_block<true>(own, smem, score, first_row, first_key, power);
     } else {
       add_block<false>(own, smem, score, first_row, first_key, power);

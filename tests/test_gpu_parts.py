@@ -157,6 +157,18 @@ def test_results_know_their_commit_and_not_their_folder(folders, commit):
     assert "somewhere" not in text
 
 
+def test_times_of_letters_lie_beside_the_example(folders):
+    out, root = folders
+    curves = root / "examples" / "curves"
+    curves.mkdir(parents=True)
+    assert gpu_evidence.take_generation(out, root) == []
+    runs = [{"device": "NVIDIA H100 80GB HBM3, CuPy 14.2.0", "date": "2026-01-01", "batch": 1}]
+    (out / gpu_evidence.GENERATION).write_text(json.dumps(runs))
+    assert gpu_evidence.take_generation(out, root) == ["h100-generation-2026-01-01.json"]
+    assert json.loads((curves / "h100-generation-2026-01-01.json").read_text()) == runs
+    assert gpu_evidence.take_results(out, root) == []  # they are none of the benchmarks'
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.md")), ids=lambda path: path.stem)
 def test_committed_tables_are_those_of_their_rows(path):
     result = json.loads(path.with_suffix(".json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import array_device
@@ -52,8 +53,13 @@ def test_it_says_what_it_found_and_draws_it(
 ) -> None:
     pytest.importorskip("matplotlib")
     kept, picture = tmp_path / "2.json", tmp_path / "generation.png"
-    arguments = ["--device", "cpu", "--steps", "3", "--letters", "5", "--batch", "2"]
-    assert generate_text.main([*arguments, "--json", str(kept)]) == 0
-    assert "the same letters in 2 of 2 texts" in capsys.readouterr().out
+    arguments = ["--device", "cpu", "--steps", "3", "--letters", "5"]
+    assert generate_text.main([*arguments, "--batch", "1", "2", "--json", str(kept)]) == 0
+    printed = capsys.readouterr().out
+    assert "the same letters in 1 of 1 texts" in printed
+    assert "the same letters in 2 of 2 texts" in printed
+    runs = json.loads(kept.read_text())
+    assert [run["batch"] for run in runs] == [1, 2]
+    assert [len(run["seconds"][name]) for run in runs for name in ("with", "without")] == [5] * 4
     assert generate_text.main(["--draw", str(kept), "--picture", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -39,6 +39,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 BENCH = "-m cuflash bench --out {out}"
 PEERS, ALL_PEERS = "cuflash,fa2,cudnn,fa4", "cuflash,cuflash-unordered,fa2,cudnn,fa4"
+GENERATION = "generation.json"  # the time of each letter, of runs of the example
 #: Seconds that a part may take, and its program; {out} is the folder, {jobs} the processes.
 PARTS: dict[str, tuple[int, str]] = {
     "sanitizer": (500, "tools/sanitize.py --jobs {jobs} --json {out}/sanitizer_report.json"),
@@ -88,6 +89,11 @@ PARTS: dict[str, tuple[int, str]] = {
         400,
         f"{BENCH} --topic decode --set decode --dtype bfloat16 --pass fwd --impl {PEERS} "
         "--budget-ms 20",
+    ),
+    "generation": (
+        300,
+        "examples/generate_text.py --device gpu --batch 1 64 --letters 1000 "
+        f"--json {{out}}/{GENERATION}",
     ),
     "points": (120, "benchmarks/points.py --dtype float32,float64 --out {out}"),
     "accuracy": (
@@ -284,6 +290,19 @@ def take_results(out: Path, root: Path, commit: str | None = None) -> list[str]:
     return taken
 
 
+def take_generation(out: Path, root: Path) -> list[str]:
+    """Put the times of letters beside the example, named by their device and day."""
+    from cuflash._timing.machine import device_slug
+
+    if not (out / GENERATION).exists():
+        return []
+    first, *_ = json.loads(text := (out / GENERATION).read_text())
+    device = device_slug(first["device"].partition(",")[0])
+    name = f"{device}-generation-{first['date']}.json"
+    (root / "examples" / "curves" / name).write_text(text)
+    return [name]
+
+
 def tables_of(result: dict[str, Any]) -> str:
     """A result as Markdown; a result of points in space has rows of its own."""
     from benchmarks import points, report
@@ -316,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         git = ["git", "-C", str(ROOT), "rev-parse", commit]
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     taken = [*take_reports(arguments.out, ROOT), *take_results(arguments.out, ROOT, commit)]
+    taken += take_generation(arguments.out, ROOT)
     print("\n".join(f"{name}: taken" for name in taken) or "nothing to take")
     return 0 if taken else 1
 

@@ -163,7 +163,7 @@ def _attention(
     out, lse = arguments.results(xp, pair, problem, inputs, with_lse=with_lse)
     plan = run_forward(problem, qkv, chosen, out, lse, workspace=workspace, config=config)
     if plain and plan is not None and may_be_known(chosen):
-        repeat = launch().repeated_forward(plan, problem, qkv[0], lse)
+        repeat = launch().repeated_forward(plan, problem, qkv[0], chosen, lse)
         remember(repeat, chosen, return_lse, qkv)
     return AttentionResult(out, lse) if return_lse else out
 
@@ -295,7 +295,7 @@ def attention_backward(
         )  # fmt: skip
         unpromoted = all(a is b for a, b in zip(given.values(), qkv, strict=True))
         if plain and plan is not None and unpromoted and may_be_known(chosen):
-            repeat = launch().repeated_backward(plan, problem, qkv, saved)
+            repeat = launch().repeated_backward(plan, problem, qkv, chosen, saved)
             if repeat is not None:
                 remember(repeat, chosen, deterministic, qkv, saved[:3])
         return arguments.by_field(gradients, wrt)

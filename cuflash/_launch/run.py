@@ -59,13 +59,13 @@ def forward(
     cu_seqlens: Mapping[str, Array] = _NOT_PACKED,
     so_far: Array | None = None,
     page_table: Array | None = None,
-) -> Plan:
+) -> Plan | None:
     """Write ``out`` and, unless None, ``lse``; extents are positive but that of keys.
 
     With ``so_far``, in the dtype of lse and maybe ``out`` itself, they join the result over other
     keys that it and ``lse`` hold: where :func:`joins_results`. A ``config`` also decides which
     kernel runs. The portable kernel leaves out rows that belong to no packed sequence. Returns the
-    plan that was run.
+    plan that was run; None where an array of the options was copied before it.
     """
     if so_far is not None:
         problem = changed(problem, joins=True)
@@ -90,17 +90,26 @@ def forward(
                 lse.fill(-np.inf)
         addresses["dropout_seed"] = options.seed or 0
         plan.run(addresses, stream.ptr, stream.is_capturing())
+    same = _as_given(options, held)
     del held, memory  # no sooner: another thread could be given it on this stream
-    return plan
+    return plan if same else None
 
 
-def repeated_forward(plan: Plan, problem: Problem, q: Array, lse: Array | None) -> Repeat:
+def _as_given(options: Options, held: Mapping[str, Array]) -> bool:
+    """Whether kernels read the caller's own arrays of options, and no copy of one."""
+    return all(held[name] is array for name, array in options.arrays.items())
+
+
+def repeated_forward(
+    plan: Plan, problem: Problem, q: Array, options: Options, lse: Array | None
+) -> Repeat:
     """What repeats the call of :func:`forward` just made, on a new and thus aligned ``out``."""
     results = [("out", problem.out_shape, problem.out.dtype)]
     if lse is not None:
         results.append(("lse", problem.lse_shape, problem.lse_dtype))
     returned = (lambda out: out) if lse is None else AttentionResult
-    return repeat(plan, q.data.device_id, ("q", "k", "v"), tuple(results), returned)
+    given = ("q", "k", "v", *options.arrays)
+    return repeat(plan, q.data.device_id, given, tuple(results), returned)
 
 
 def backward(
@@ -117,7 +126,7 @@ def backward(
 ) -> Plan | None:
     """Write the ``gradients`` asked for, by input name; extents are positive but that of keys.
 
-    Returns the plan that was run; None where nothing was, or operands were converted before it.
+    Returns the plan that was run; None where nothing was, or an array was converted before it.
     """
     if not gradients:
         return None
@@ -157,8 +166,9 @@ def backward(
             score_gradients.write_sink(
                 problem, memory, lse, held["sink"], gradients["sink"], lengths, ends
             )
+    same = all(map(operator.is_, saved, read)) and _as_given(options, held)
     del held, memory  # no sooner: another thread could be given it on this stream
-    return plan if all(map(operator.is_, saved, read)) else None
+    return plan if same else None
 
 
 def _read(problem: Problem, saved: Saved) -> Saved:
@@ -173,15 +183,16 @@ def _read(problem: Problem, saved: Saved) -> Saved:
     )
 
 
-def repeated_backward(plan: Plan, problem: Problem, qkv: Triple, saved: Saved) -> Repeat | None:
+def repeated_backward(
+    plan: Plan, problem: Problem, qkv: Triple, options: Options, saved: Saved
+) -> Repeat | None:
     """What repeats a call for the gradients of q, k and v; None where alignment may differ."""
-    given = saved[:3]
-    if any(a.data.ptr & 15 for a in given):  # of q, k and v a known call is sure
+    if any(a.data.ptr & 15 for a in saved[:3]):  # of all others a known call is sure
         return None
     results = tuple(
         (f"d{name}", a.shape, problem.dtype) for name, a in zip("qkv", qkv, strict=True)
     )
-    names = ("q", "k", "v", "dout", "out", "lse")
+    names = ("q", "k", "v", "dout", "out", "lse", *options.arrays)
     return repeat(plan, qkv[0].data.device_id, names, results, Gradients)
 
 

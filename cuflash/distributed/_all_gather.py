@@ -28,7 +28,7 @@ from cuflash.distributed._share import (
     rows_back,
     rows_first,
 )
-from cuflash.distributed._sums import Summed
+from cuflash.distributed._sums import Rows, Summed
 
 STAGES = 4  # at most
 
@@ -67,10 +67,11 @@ def forward(share: Share) -> Schedule:
     """``out`` and lse of own rows, canonical, in the dtypes of results."""
     xp, problem, gathered = share.xp, share.problem, _Gathered(share)
     shape = (*problem.batch_shape, share.q.shape[-2])
-    out = xp.zeros((*shape, problem.head_dim_v), problem.dtype)
-    lse = xp.full(shape, -np.inf, problem.lse_dtype)
+    out = xp.empty((*shape, problem.head_dim_v), problem.dtype)
+    lse, written = xp.empty(shape, problem.lse_dtype), Rows(shape[-1])
 
     def compute(stage: Stage, parts: Parts, block: Block) -> None:
+        written.add(block.rows)
         rows = stage.of_q(out)[..., block.rows, :], stage.of_lse(lse)[..., block.rows]
         parts.forward(block, (stage.of_q(share.q), *gathered.kv), *rows)
 
@@ -79,6 +80,9 @@ def forward(share: Share) -> Schedule:
         parts = share.parts(stage.heads)
         for block in gathered.blocks(parts):
             yield Compute(partial(compute, stage, parts, block), parts.scores(block))
+    for unseen in written.runs(present=False):
+        out[..., unseen, :] = 0
+        lse[..., unseen] = -np.inf
     return out, lse
 
 

@@ -58,6 +58,11 @@ struct VisitedBlocks {
     return !segmented || (bits >> (chunk + block % chunk) & 1);
   }
 
+  // Does somebody have to ask which of its pairs are visible?
+  CUFLASH_DEVICE bool masked(int block) const {
+    return ranges.masked(block) || !of_one_segment(block);
+  }
+
  private:
   CUFLASH_DEVICE int find_up(int block) {
     if constexpr (segmented) {

@@ -32,7 +32,6 @@ struct BlockRanges {
 
   CUFLASH_DEVICE bool has_full() const { return full_begin < full_end; }
 
-  // Does somebody have to ask which pairs of this block are visible?
   CUFLASH_DEVICE bool masked(int block) const { return block < full_begin || block >= full_end; }
 };
 

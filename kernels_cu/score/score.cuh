@@ -5,36 +5,33 @@
 //   raw q.k  ->  logit = scale * q.k  ->  softcap * tanh(logit / softcap)
 //            ->  + bias - slope * |q + offset - k|  ->  the caller's formula
 //
-// `apply` returns the logit in units of `unit()`: 1, or `scale` where the logit is just scale * q.k
-// (Config::scale_in_exponent) and apply is the identity. Exponentials of differences are powers of
-// two, one multiply-add and one exp2 per score in that case.
+// `apply` returns the logit in the units of score/units.cuh; where it is just scale * q.k, apply is
+// the identity.
 #pragma once
 
 #include "score/formulas.cuh"
 #include "score/mask_bits.cuh"
 #include "score/pair_values.cuh"
 #include "score/segment_ids.cuh"
-#include "score/traits.cuh"
 #include "score/seqlen.cuh"
+#include "score/units.cuh"
 
 namespace cuflash {
 
-struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
-  const ScoreParams& params;
+struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
   const Seqlen seqlen;
   const Formulas formulas;
   int64_t bias_offset, mask_offset, ids_q_offset, ids_k_offset, bounds_q_offset, bounds_k_offset;
   uint64_t entry_number;  // number of this entry
   Real slope;
-  Real operand_scale;  // of q times k, where their elements are multiples of it
-  int near_offset;     // the causal offset is near_offset, or lies far_offset farther off, which is
-  Real far_offset;     // farther than any key
+  int near_offset;                   // the causal offset, clamped to where keys may lie
+  Real far_offset;                   // how far beyond that it lies
   int diagonal_begin, diagonal_end;  // visible: diagonal_begin <= kv_idx - q_idx < diagonal_end
 
   CUFLASH_DEVICE Score(const ScoreParams& score_params, const BatchIndex& entry,
                        Range part_of_keys = {0, 1 << 30})
-      : PartOfKeys(part_of_keys),
-        params(score_params),
+      : ScoreUnits(score_params),
+        PartOfKeys(part_of_keys),
         seqlen(score_params, entry),
         formulas(formulas_of(score_params, entry)) {
     // Sequences are shorter than 2^30: a bound clamped to that distance decides the same pairs, and
@@ -61,10 +58,7 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
       bounds_q_offset = entry * params.segment_bounds_q_strides;
       bounds_k_offset = entry * params.segment_bounds_k_strides;
     }
-    if constexpr (scales_operands) {
-      operand_scale = read_scale<Config::q_scale>(params.q_scale, entry * params.q_scale_strides) *
-                      read_scale<Config::k_scale>(params.k_scale, entry * params.k_scale_strides);
-    }
+    read_operand_scale(entry);
     if constexpr (Config::alibi_slopes != Dtype::none) {
       slope =
           read_real<Config::alibi_slopes>(params.alibi_slopes, entry * params.alibi_slopes_strides);
@@ -92,8 +86,8 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
     return seen && formula_shows(q_idx, kv_idx);
   }
 
-  // Bounds of the ids of `size` queries, of which the first is a multiple of `size`, and of what
-  // lies between them and multiples of bounded_ids.
+  // Bounds of the ids of `size` queries, or keys, the first a multiple of `size`; they count what
+  // lies between these and multiples of bounded_ids, too.
   template <int size>
   CUFLASH_DEVICE IdBounds<Id> query_bounds(Range rows) const {
     return bounds_within<size, Id>(params.segment_bounds_q, bounds_q_offset, rows, seqlen.q);
@@ -211,7 +205,7 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
   template <int tiles>
   using BiasOf = PairValues<Config::bias, tiles>;
 
-  // The same of one row at the columns that a lane holds from `first_key` on, or of one key at
+  // The bias of one row at the columns that a lane holds from `first_key` on, or of one key at the
   // rows. Asked for by a whole warp.
   template <int tiles>
   CUFLASH_DEVICE BiasOf<tiles> bias_of_row(int q_idx, int first_key) const {
@@ -225,7 +219,7 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
             first_row,    seqlen.q};
   }
 
-  // What `apply` makes of a visible pair where its bias, which was read, is all that is added.
+  // `apply` of a visible pair whose bias was read and is all that is added.
   CUFLASH_DEVICE Real with_bias(Real score, Real bias) const { return fma(scale(), score, bias); }
 
   // Do some of these keys lie before, and others behind, what slopes count from?
@@ -266,8 +260,7 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
     }
   }
 
-  // The same of a pair whose value of `apply` is known: a formula is not asked about a hidden
-  // one.
+  // The same where the value of `apply` is known: a formula is not asked about a hidden pair.
   CUFLASH_DEVICE Real derivative_at(Real value, Real score, int q_idx, int kv_idx) const {
     return derivative_at(value, score, Config::score_mod ? bias(q_idx, kv_idx) : 0, q_idx, kv_idx);
   }
@@ -276,62 +269,9 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
     return Config::score_mod && value == -infinity() ? 0 : derivative(score, bias, q_idx, kv_idx);
   }
 
-  // Of products of elements, in natural units and in those of exponents.
-  CUFLASH_DEVICE Real scale() const { return of_operands(params.scale); }
-  CUFLASH_DEVICE Real scale_log2() const { return of_operands(params.scale_log2); }
-
   // Of v, whose elements are multiples of it.
   CUFLASH_DEVICE Real value_scale(const BatchIndex& entry) const {
     return read_scale<Config::v_scale>(params.v_scale, entry * params.v_scale_strides);
-  }
-
-  CUFLASH_DEVICE Real unit() const { return Config::scale_in_exponent ? scale() : 1; }
-
-  // A running maximum (of values of `apply`) as what exponents are formed against. It is rounded
-  // once, here: two roundings of one maximum would differ by a factor where logits are huge. (D2)
-  CUFLASH_DEVICE Real reference(Real maximum) const {
-    return folds_scale ? maximum * scale_log2() : maximum;
-  }
-
-  // Is a row with this reference to be computed pair by pair?
-  CUFLASH_DEVICE bool is_far(Real reference) const {
-    const Real exponent = folds_scale ? reference : reference * exponent_factor();
-    const bool overflows = !folds_scale && fabs(reference) >= Real(0x1p126);  // in a difference
-    return (fabs(exponent) >= far_from_0 || overflows) && fabs(reference) < infinity();
-  }
-
-  // A maximum with about the reference that is higher than another by a factor of 2^exponent.
-  CUFLASH_DEVICE float maximum_above(float reference, float exponent) const {
-    return folds_scale ? __fdividef(reference + exponent, scale_log2())
-                       : fma(exponent, static_cast<float>(ln_2), reference);
-  }
-
-  // log2 of exp(logit - reference), for a value of `apply`. Without a scale to fold the difference
-  // comes first: a bias may be as large as float32 goes.
-  CUFLASH_DEVICE Real exponent(Real value, Real reference) const {
-    return folds_scale ? fma(value, scale_log2(), -reference)
-                       : (value - reference) * exponent_factor();
-  }
-
-  // What it multiplies a value by.
-  CUFLASH_DEVICE Real exponent_factor() const {
-    return Config::scale_in_exponent ? scale_log2() : log2_e;
-  }
-
-  // log2 of exp(from - to), of two references.
-  CUFLASH_DEVICE Real exponent_between(Real from, Real to) const {
-    return folds_scale ? from - to : (from - to) * exponent_factor();
-  }
-
-  // lse of a row from the reference of its maximum and its sum of exponentials.
-  CUFLASH_DEVICE Real lse(Real reference, Real sum) const {
-    if constexpr (!folds_scale) return fma(reference, unit(), log(sum));
-    if constexpr (Config::dtype != Dtype::float32) return fma(reference, ln_2, log(sum));
-    // The backward multiplies by scale, which is not ln_2 scale_log2 but for a rounding of each: of
-    // a logit of 100 that makes a weight err by 60 roundings, and all of a column alike.
-    const Real rest = fma(-ln_2, params.scale_log2, params.scale);
-    const Real factor = params.scale_log2 > 0 ? rest / params.scale_log2 : 0;
-    return fma(reference, ln_2, fma(reference, factor, log(sum)));
   }
 
   // One more score of every row of an entry, of a key without a value: the first part's.
@@ -355,14 +295,6 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
   CUFLASH_DEVICE Real sink_exponent(const BatchIndex& entry, Real reference) const {
     const Real at = sink(entry);
     return folds_scale ? at * log2_e - reference : fma(-reference, unit(), at) * log2_e;
-  }
-
-  // A value of `apply` as a logit, rounded.
-  CUFLASH_DEVICE Real rounded_logit(Real value) const { return value * unit(); }
-
-  // log2 of exp(logit - lse): the probability of a value of `apply`. lse is not rounded again.
-  CUFLASH_DEVICE Real probability_exponent(Real value, Real lse) const {
-    return fma(value, unit(), -lse) * log2_e;
   }
 
   // Keys that some row of [m_begin, m_end) sees, mask and bias apart.
@@ -452,10 +384,6 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
     } else {
       return logit;
     }
-  }
-
-  CUFLASH_DEVICE Real of_operands(Real factor) const {
-    return scales_operands ? factor * operand_scale : factor;
   }
 
   CUFLASH_DEVICE Real capped(Real score) const {

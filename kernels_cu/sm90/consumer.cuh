@@ -118,13 +118,13 @@ struct Consumer {
     wait(smem.q_full[q_ring.stage()], q_ring.full_parity());
     int block = visited.last_from(blocks.end - 1);
     if (warp_agrees(block < blocks.begin)) return release_unread_q();
-    bool masked = blocks.masked(block) || !visited.of_one_segment(block);
+    bool masked = visited.masked(block);
     int next = visited.next_before(block);
     first_block<Keys::all>(score, rows, block, masked, next < blocks.begin);
 #pragma unroll 1
     while (warp_agrees(next >= blocks.begin)) {
       block = next;
-      masked = blocks.masked(block) || !visited.of_one_segment(block);
+      masked = visited.masked(block);
       next = visited.next_before(block);
       if (warp_agrees(masked)) {
         next_block<Edge::both>(score, rows, block, next < blocks.begin);

@@ -47,40 +47,23 @@ CUFLASH_DEVICE void init_rings(DkvSharedMemory& smem) {
   init(smem.raw, 1);
 }
 
-// In which order the blocks of queries that see a tile are taken; `masked` is of the last asked
-// for.
-struct FirstRowsFirst {
+// In which order the blocks of queries that see a tile are taken.
+struct FirstRowsFirst : VisitedBlocks<Walk::queries> {
   static constexpr bool sums_over_keys = false;  // does the kernel that walks so?
 
-  const BlockRanges& blocks;
-  VisitedBlocks<Walk::queries> visited;
-
-  CUFLASH_DEVICE FirstRowsFirst(const Score& score, const BlockRanges& blocks, Range tile)
-      : blocks(blocks), visited(score, blocks, tile) {}
-
-  CUFLASH_DEVICE int first() { return visited.first_from(blocks.begin); }
-  CUFLASH_DEVICE int next(int block) { return visited.next_after(block); }
-  CUFLASH_DEVICE bool is_left(int block) const { return block < blocks.end; }
-  CUFLASH_DEVICE bool masked(int block) const {
-    return blocks.masked(block) || !visited.of_one_segment(block);
-  }
+  using VisitedBlocks::VisitedBlocks;
+  CUFLASH_DEVICE int first() { return first_from(ranges.begin); }
+  CUFLASH_DEVICE int next(int block) { return next_after(block); }
+  CUFLASH_DEVICE bool is_left(int block) const { return block < ranges.end; }
 };
 
-struct LastRowsFirst {
+struct LastRowsFirst : VisitedBlocks<Walk::queries> {
   static constexpr bool sums_over_keys = true;
 
-  const BlockRanges& blocks;
-  VisitedBlocks<Walk::queries> visited;
-
-  CUFLASH_DEVICE LastRowsFirst(const Score& score, const BlockRanges& blocks, Range tile)
-      : blocks(blocks), visited(score, blocks, tile) {}
-
-  CUFLASH_DEVICE int first() { return visited.last_from(blocks.end - 1); }
-  CUFLASH_DEVICE int next(int block) { return visited.next_before(block); }
-  CUFLASH_DEVICE bool is_left(int block) const { return block >= blocks.begin; }
-  CUFLASH_DEVICE bool masked(int block) const {
-    return blocks.masked(block) || !visited.of_one_segment(block);
-  }
+  using VisitedBlocks::VisitedBlocks;
+  CUFLASH_DEVICE int first() { return last_from(ranges.end - 1); }
+  CUFLASH_DEVICE int next(int block) { return next_before(block); }
+  CUFLASH_DEVICE bool is_left(int block) const { return block >= ranges.begin; }
 };
 
 // Statistics of the rows of a block, dealt out to the lanes.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cuflash._api import paged, quantize, varlen
-from cuflash._arrays import Array, rounded
+from cuflash._arrays import Array, Triple, rounded
 from cuflash._host import cache as host_cache
 from cuflash._host.backward import backward as host_backward
 from cuflash._host.forward import forward as host_forward
@@ -38,16 +38,16 @@ def _check_size(problem: Problem) -> None:
 
 
 def _forward(
-    problem: Problem, q: Array, k: Array, v: Array, options: Options, out: Array,
-    lse: Array | None, *, cu_seqlens: Any = None, so_far: Any = None, page_table: Any = None,
-    **_: Any,
+    problem: Problem, qkv: Triple, options: Options, out: Array, lse: Array | None, *,
+    cu_seqlens: Any = None, so_far: Any = None, page_table: Any = None, **_: Any,
 ) -> None:  # fmt: skip
     _check_size(problem)
     lse = np.empty(problem.lse_shape, problem.lse_dtype) if lse is None else lse
+    q, k, v = qkv
     if so_far is not None or q.dtype.itemsize == 1:
         raise NotImplementedError("results to join, or operands of 8 bits")
     if cu_seqlens:
-        varlen._forward_on_the_host(problem, options, cu_seqlens, (q, k, v), out, lse)
+        varlen._forward_on_the_host(problem, options, cu_seqlens, qkv, out, lse)
     elif page_table is not None:
         table = np.clip(page_table.reshape(len(page_table), -1), 0, problem.pages.num_pages - 1)
         pages = (_pages(problem, a, own.page) for a, own in ((k, problem.k), (v, problem.v)))
@@ -56,7 +56,7 @@ def _forward(
         own = paged._Paged(q, *pages, table, lengths)
         paged._on_the_host(problem, own, options, out, lse)
     else:
-        host_forward(problem, (q, k, v), options, out, lse, origin=problem.origin)
+        host_forward(problem, qkv, options, out, lse, origin=problem.origin)
 
 
 def _pages(problem: Problem, like: Array, stride: int) -> Array:
@@ -66,16 +66,14 @@ def _pages(problem: Problem, like: Array, stride: int) -> Array:
 
 
 def _backward(
-    problem: Problem, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
-    dlse: Array | None, options: Options, gradients: dict[str, Array], *, cu_seqlens: Any = None,
-    **_: Any,
+    problem: Problem, qkv: Triple, options: Options, saved: Saved, gradients: dict[str, Array], *,
+    cu_seqlens: Any = None, **_: Any,
 ) -> None:  # fmt: skip
     _check_size(problem)
-    saved = Saved(dout, out, lse, dlse)
     if cu_seqlens:
-        varlen._backward_on_the_host(problem, options, cu_seqlens, (q, k, v), saved, gradients)
+        varlen._backward_on_the_host(problem, options, cu_seqlens, qkv, saved, gradients)
     else:
-        host_backward(problem, (q, k, v), options, saved, gradients, origin=problem.origin)
+        host_backward(problem, qkv, options, saved, gradients, origin=problem.origin)
 
 
 def _dequantized(_: str, array: Array, factor: Any, out: Array) -> None:
