@@ -103,7 +103,8 @@ def fresh_process(arguments: Sequence[str], cache: str) -> dict[str, float]:
     package = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join((package, *sys.path))
     environment = {**os.environ, "CUPY_CACHE_DIR": cache, "PYTHONPATH": path}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    for name in ("PYTHONDONTWRITEBYTECODE", "CUFLASH_KERNELS"):
+        environment.pop(name, None)
     command = [sys.executable, str(Path(__file__).with_name("first_call.py")), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:

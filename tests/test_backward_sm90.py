@@ -370,6 +370,7 @@ def assert_same_bits_a_thousand_times(differentiate):
 
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
 @pytest.mark.parametrize("kv_heads", [12, 4], ids=["heads", "groups"])
+@pytest.mark.not_rehearsed
 def test_the_same_bits_beside_a_busy_stream(head_dims, kv_heads):
     d, d_v = head_dims
     call = problems.make_call(
@@ -386,6 +387,7 @@ def test_the_same_bits_beside_a_busy_stream(head_dims, kv_heads):
 
 
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
+@pytest.mark.not_rehearsed
 def test_the_same_bits_of_packed_sequences_beside_a_busy_stream(head_dims):
     call = make(head_dims, ((12,), 2000, 2100), {})
     arrays = [upload(call.array(name)) for name in ("dout", "q", "k", "v")]
@@ -398,6 +400,7 @@ def test_the_same_bits_of_packed_sequences_beside_a_busy_stream(head_dims):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.not_rehearsed
 def test_two_streams_share_the_processors(head_dim, deterministic):
     """Tiles wait for tiles drawn before: two calls that share the processors both come through."""
     arrays, options, want = check(

@@ -69,7 +69,7 @@ def compile_missing(kernels: dict[Any, set[str]], folder: Path, processes: int |
 
 
 def _tell(ready: int, of: int) -> None:
-    if not ready % 50 or ready == of:
+    if ready and (not ready % 50 or ready == of):
         print(f"\r{ready} of {of}", end="", flush=True)
 
 

@@ -111,7 +111,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Bound the examples of properties, unless a profile of Hypothesis is asked for."""
     RUN.part = chosen(config)
     if not config.getoption("--hypothesis-profile"):
-        settings.register_profile("part", deadline=None, max_examples=RUN.part.examples)
+        # Evidence from a GPU, and its rehearsal, are of the same kernels each time.
+        same = any(config.getoption(name) for name in ("--gpu-report", "--rehearse"))
+        settings.register_profile(
+            "part", deadline=None, max_examples=RUN.part.examples, derandomize=same
+        )
         settings.load_profile("part")
 
 

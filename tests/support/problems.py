@@ -20,6 +20,7 @@ from cuflash._problem.option_table import FIELDS
 from cuflash.testing._strategies import DTYPES
 from support import memory
 from support.memory import Placement
+from support.shared_kernels import kinds
 
 Array = Any
 Pairs = tuple[tuple[int, int], ...]
@@ -343,24 +344,30 @@ def calls(
 
     ``layouts`` draws axes orders and strides too, ``gradients`` asks for those of options too.
     Without ``layouts`` all arrays are aligned or none is: Hopper's kernels serve the first, the
-    portable ones the second.
+    portable ones the second. Where few sets of options are served, kinds of `shared_kernels` are
+    drawn.
     """
-    call = Call.of(
-        draw(
-            testing.calls(
-                dtypes=limits.dtypes,
-                seqlens=limits.seqlens if seqlens is None else seqlens,
-                head_dims=limits.head_dims,
-                values_dims=limits.values_dims,
-                option_sets=limits.option_sets,
-                gradients=limits.gradients if gradients else (),
-                **drawn,
-            )
+    aligned, kind = st.booleans(), None
+    of_kind: dict[str, Any] = {"dtypes": limits.dtypes, "head_dims": limits.head_dims}
+    if limits.option_sets is not None:
+        those = (drawn["options"],) if "options" in drawn else ()
+        kind = draw(
+            st.sampled_from(kinds(limits.dtypes, limits.option_sets, limits.head_dims, *those))
+        )
+        aligned, of_kind = st.just(kind.aligned), kind.drawn
+    call = draw(
+        testing.calls(
+            seqlens=limits.seqlens if seqlens is None else seqlens,
+            values_dims=limits.values_dims,
+            gradients=limits.gradients if gradients else (),
+            **of_kind,
+            **drawn,
         )
     )
+    call = Call.of(call if kind is None else kind.of(call))
     if layouts:
         return _laid_out(draw, call)
-    return call.but(lead=draw(st.sampled_from((memory.ALIGNED, memory.BAND))))
+    return call.but(lead=memory.ALIGNED if draw(aligned) else memory.BAND)
 
 
 def _laid_out(draw: st.DrawFn, call: Call) -> Call:

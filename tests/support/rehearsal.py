@@ -10,6 +10,7 @@ kernel, its architecture and the test that asked for it.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
 import subprocess
@@ -26,6 +27,7 @@ import pytest
 from cuflash import _arrays
 from cuflash._jit import compilation, driver
 from cuflash._problem.options import Options, with_arrays
+from cuflash._results import Saved
 from cuflash._select import hardware
 from cuflash.testing._budget import Budget
 from cuflash.tuning._kernels import config_as_json
@@ -34,15 +36,14 @@ from support.cupy_stand_in import to_host
 
 ARCH = "sm_90"
 _PAIRS = 1 << 14  # of queries and keys of a call whose error budget is computed
-#: What the CPU path raises for values that kernels clamp, as lengths beyond the number of keys.
-_REFUSED = (ValueError, TypeError, NotImplementedError, IndexError)
 
 
 class Rehearsal:
     """A run of tests, the kernels that they launch, and why the running one lacks results."""
 
-    def __init__(self) -> None:
-        self.kernels: dict[tuple[str, str], None] = {}  # kernel as JSON, test
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.kernels: set[str] = set()  # of the running test, as lines
         self.test = ""
         self.unfilled = ""
 
@@ -50,8 +51,8 @@ class Rehearsal:
         """Stand for `compilation._function`."""
         arch = compilation.architecture(config, hardware.typical(ARCH).capability)
         compilation.source_of(config, arch)  # its fields have to be known to the source
-        own = {"arch": arch, "config": config_as_json(config)}
-        self.kernels[json.dumps(own), self.test] = None
+        own = {"arch": arch, "config": config_as_json(config), "test": self.test}
+        self.kernels.add(json.dumps(own) + "\n")
         return SimpleNamespace(ptr=1), None
 
     def filling(self, launch: Callable[..., Any], fill: Callable[..., Any]) -> Any:
@@ -60,14 +61,17 @@ class Rehearsal:
         What ``fill`` returns are the elements of what ``launch`` has returned.
         """
 
+        parameters = inspect.signature(fill)
+
         def both(*args: Any, **named: Any) -> Any:
             found = launch(*args, **named)
+            given = parameters.bind(*map(_on_host, args), **_on_host(named))
             try:
                 with np.errstate(all="ignore"):
-                    own = fill(*map(_on_host, args), **{n: _on_host(a) for n, a in named.items()})
+                    own = fill(*given.args, **given.kwargs)
                 if own is not None:
                     to_host(found)[...] = own
-            except _REFUSED as error:
+            except Exception as error:  # of values that kernels clamp, of a formula for kernels
                 self.unfilled = f"no results without a device ({type(error).__name__}: {error})"
             return found
 
@@ -76,7 +80,13 @@ class Rehearsal:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.test, self.unfilled = item.nodeid, ""
-        return (yield)
+        _forget()
+        try:
+            return (yield)
+        finally:
+            with self.path.open("a") as file:  # at once, whoever else writes
+                file.write("".join(sorted(self.kernels)))
+            self.kernels.clear()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
@@ -92,6 +102,8 @@ def _on_host(value: Any) -> Any:
     """An argument of a launch with its arrays in host memory."""
     if isinstance(value, dict):
         return {name: _on_host(array) for name, array in value.items()}
+    if isinstance(value, Saved):
+        return Saved(*map(to_host, value))
     if not isinstance(value, Options):
         return to_host(value)
     formulas = {
@@ -139,6 +151,15 @@ def _install(rehearsal: Rehearsal) -> None:
     run.repeated_forward = run.repeated_backward = lambda *_: lambda *_: None
 
 
+def _forget() -> None:
+    """Let a test ask for its kernels, whatever was asked for before."""
+    from cuflash._launch import cache, plan_cache
+
+    plan_cache.forget()
+    cache.forget()
+    compilation.compile_kernel.cache_clear()
+
+
 def _refused_process(*_: Any, **__: Any) -> Any:
     return cupy_stand_in.skip("the device of another process")
 
@@ -159,16 +180,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--rehearse") is not None:
-        rehearsal = Rehearsal()
+    path = config.getoption("--rehearse")
+    if path is not None:
+        config.option.gpu_timeout = 0.0  # the CPU path takes its time
+        rehearsal = Rehearsal(path.absolute())
         _install(rehearsal)
         config.pluginmanager.register(rehearsal, "rehearsal")
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Add the kernels to the file; a line is written at once, whoever else writes."""
-    rehearsal = session.config.pluginmanager.get_plugin("rehearsal")
-    if rehearsal is not None:
-        lines = [f'{own[:-1]}, "test": {json.dumps(test)}}}\n' for own, test in rehearsal.kernels]
-        with session.config.getoption("--rehearse").open("a") as file:
-            file.write("".join(lines))

@@ -16,7 +16,6 @@ from cuflash._host.tiles import operations
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem
 from cuflash._results import Saved
-from support.cupy_stand_in import to_host
 
 _OF_CACHES = ("grow", "write", "take", "turn")
 _OPERATIONS = 3e9  # of a call that the CPU path computes
@@ -43,8 +42,8 @@ def _forward(
     cu_seqlens: Any = None, so_far: Any = None, page_table: Any = None, **_: Any,
 ) -> None:  # fmt: skip
     _check_size(problem)
-    q, k, v = qkv
     lse = np.empty(problem.lse_shape, problem.lse_dtype) if lse is None else lse
+    q, k, v = qkv
     if so_far is not None or q.dtype.itemsize == 1:
         raise NotImplementedError("results to join, or operands of 8 bits")
     if cu_seqlens:
@@ -71,7 +70,6 @@ def _backward(
     cu_seqlens: Any = None, **_: Any,
 ) -> None:  # fmt: skip
     _check_size(problem)
-    saved = Saved._make(map(to_host, saved))
     if cu_seqlens:
         varlen._backward_on_the_host(problem, options, cu_seqlens, qkv, saved, gradients)
     else:
