@@ -54,6 +54,22 @@ def test_sums_that_tensor_cores_keep_are_caught() -> None:
         check(made, promotes=False)
 
 
+def test_values_without_their_mean_are_summed_there() -> None:
+    """What docs/float8.md advises, as far as it goes: against the result of the numbers given."""
+    q, k, v = inputs_of("uniform", 0, 64, 4096, 64)
+    exact = reference.attention(q, k, v)
+    mean = v.mean(0)
+
+    def error(*, centred: bool) -> float:
+        made = quantized((q, k, v - mean * centred), None)
+        factors = [float(s.item()) for s in made.factors]
+        out = emulated(*made[:3], factors, promotes=False)[0].astype(np.float64)
+        return float(np.linalg.norm(out + mean * centred - exact) / np.linalg.norm(exact))
+
+    assert error(centred=False) > 0.05
+    assert error(centred=True) < 0.001
+
+
 @pytest.mark.parametrize(
     "mistake", [{"weight_exponent": -4.0}, {"weight_exponent": 12.0}, {"weights": E5M2}], ids=str
 )

@@ -12,7 +12,7 @@ struct Range {
   CUFLASH_DEVICE Range relative_to(int i) const { return {begin - i, end - i}; }
 };
 
-// The keys that a score is asked about: all, or a part where they are split.
+// The keys that a score is asked about: all, or one part of those that are split.
 template <bool split>
 struct PartOfKeys {
   CUFLASH_DEVICE explicit PartOfKeys(Range) {}

@@ -49,9 +49,8 @@ CUFLASH_DEVICE RowEnd end_of_row(const Score& score, const BatchIndex& entry, Re
   return end_of_sum(score, entry, score.reference(maximum), sum);
 }
 
-// Are the sums of a row not to be relied on? Those of a row far from 0 are not; and of what it saw
-// before its reference came near, infinities may be left, where products and references are rounded
-// one by one.
+// Are the sums of a row not to be relied on? Those of a row far from 0 are not. Where products and
+// references are rounded one by one, infinities may be left from before its reference came near.
 CUFLASH_DEVICE bool is_unsure(const Score& score, Real reference, Real sum) {
   const bool overflowed = Config::scale_in_exponent && !(fabs(sum) < infinity());
   return Score::recomputes_far_rows && (score.is_far(reference) || overflowed);

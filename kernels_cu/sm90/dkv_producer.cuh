@@ -196,7 +196,7 @@ struct DkvProducer {
   }
 
  private:
-  // Broadcast axes are the axes that an owner's entries differ in.
+  // The keys of any entry: an owner's entries differ in axes that keys are broadcast along.
   CUFLASH_DEVICE void load_keys(const KeyTile& work) {
     constexpr int bytes =
         DkvSharedMemory::KTile::bytes + (Config::grad_k ? DkvSharedMemory::VTile::bytes : 0);

@@ -7,8 +7,8 @@ namespace cuflash {
 
 constexpr bool is_packed = Config::cu_seqlens != Dtype::none;
 
-// Of one array, or of packed sequences those with most keys first, among 32 neighbours: each lane
-// has one of them, and knows how many tiles come before its own. By a whole warp.
+// Of one array in its order; of packed sequences, among 32 neighbours, those with most keys first:
+// each lane has a sequence, and knows how many tiles come before its own. By a whole warp.
 struct TileOrder {
   int group_begin = 0, group_end = 0;  // ranks of the 32 current sequences
   int sequence, first_rank, num_tiles;

@@ -43,8 +43,8 @@ struct KeySource<true> : RowSource {
   }
 };
 
-// Where the rows of a block of keys lie, for all threads; of the block that is multiplied and of
-// the next. (D154) Where CUDA cores multiply rows where they lie, some warps are still at the block
+// Where the rows of a block of keys lie, for all threads: of the block that is multiplied and of
+// the next (D154). CUDA cores read rows where they lie, and some warps are still at the block
 // before.
 constexpr int place_buffers = Config::simt ? 3 : 2;
 CUFLASH_DEVICE int next_places(int buffer) { return buffer + 1 == place_buffers ? 0 : buffer + 1; }
