@@ -77,7 +77,7 @@ def assert_follows(
     target.check_forward(result.out, result.lse, truth=truth)
     gradients = {name: move(name, tensor.truth) for name, tensor in source.gradients.items()}
     target.check_backward(result.gradients, truth=gradients, given=(result.out, result.lse))
-    if xp is np and not same_entries:
+    if (xp is np or hasattr(xp, "rehearsed")) and not same_entries:  # support/rehearsal.py
         return
     original = run(xp, base)
     for name in exact:

@@ -419,7 +419,8 @@ def stand_in(cupys: ModuleType, runtime: ModuleType, driver: ModuleType) -> dict
         UnownedMemory=Lent,
     )  # fmt: skip
     module = Namespace(
-        cupys, np, cuda=cuda, ndarray=ndarray, asnumpy=lambda a, *_, **__: np.array(to_host(a)),
+        cupys, np, rehearsed=True, cuda=cuda, ndarray=ndarray,
+        asnumpy=lambda a, *_, **__: np.array(to_host(a)),
         ElementwiseKernel=ElementwiseKernel,
         random=Namespace(cupys.random, None, default_rng=Generator),
         empty=lambda shape, dtype=float, order="C": ndarray(shape, dtype, order=order),
