@@ -15,15 +15,13 @@ from test_compile import PLAIN, problem_of
 from test_compile_sm90 import OPTIONS, SERVED, by_turns, compile_all, rows_of
 
 from cuflash import Options
-from cuflash._kernels import forward_fp8_sm90
 from cuflash._kernels.config import KernelConfig
+from cuflash._kernels.forward_fp8_sm90 import CUT_OFF, ROWS, ForwardFp8Sm90Config
+from cuflash._kernels.request import Request
 from cuflash._problem.float8 import E4M3
-from support import chosen
 
 #: Of those that are faster than products of 16 bits.
-HEAD_SIZES = [
-    row for row in dict.fromkeys(r.head_dims for r in forward_fp8_sm90.ROWS) if row[0] > 192
-]
+HEAD_SIZES = [row for row in dict.fromkeys(r.head_dims for r in ROWS) if row[0] > 192]
 #: What takes registers of rows that hold two sums, or what no row has.
 REFUSED = ("bias", "bias, window, offset and lengths", "all", "all, packed")
 
@@ -44,9 +42,10 @@ def test_every_row_of_the_table(
     for name in by_turns(OPTIONS, generation, whole=whole):
         for head_dims in rows_of(HEAD_SIZES, OPTIONS, name, whole=whole):
             case = {**PLAIN, **OPTIONS[name], **SERVED, "dtype": E4M3, "head_dims": head_dims}
-            config = chosen.one("forward_fp8_sm90", problem_of(case))
-            assert (config is None) == (name in REFUSED), name
-            if config is not None:
+            request = Request(problem_of(case))
+            assert (ForwardFp8Sm90Config.eligible(request) != CUT_OFF) == (name in REFUSED), name
+            if name not in REFUSED:
+                (config,) = ForwardFp8Sm90Config.chosen(request)
                 assert (config.head_dim, config.head_dim_v) == head_dims
                 configs.add(config)
     compile_all(configs, generation)

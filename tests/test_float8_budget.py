@@ -55,7 +55,7 @@ def test_sums_that_tensor_cores_keep_are_caught() -> None:
 
 
 def test_values_without_their_mean_are_summed_there() -> None:
-    """What docs/float8.md advises, as far as it goes: against the result of the numbers given."""
+    """Only a mean makes sums large beside their terms."""
     q, k, v = inputs_of("uniform", 0, 64, 4096, 64)
     exact = reference.attention(q, k, v)
     mean = v.mean(0)
