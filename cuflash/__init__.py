@@ -22,7 +22,7 @@ for _public in (
 ):  # fmt: skip
     _public.__module__ = __name__  # pickles and errors name it, and modules inside can move
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionResult", "CompileError", "Gradients", "KVCache", "MaskMod", "Options", "Quantized",

@@ -252,7 +252,7 @@ def test_bytes_are_those_of_the_formulae(method, size):
     shards.comm.sent.clear()
     distributed.attention_backward(outs, *cut, outs, lses, enable_gqa=True, **shards.how)
     gradient = sum(shards.comm.sent.values())
-    assert (forward, gradient) == (own.forward_bytes, own.backward_bytes)
+    assert (forward, gradient) == (own.forward.sent, own.backward.sent)
     keys = 2 * rows * heads_kv * D * 4  # of a rank, in float32 as their gradients
     if method in ("all_gather", "ring"):
         assert forward == size * (size - 1) * keys

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cuflash._api.arguments import QKV
 from cuflash._arrays import Array, rounded
 from cuflash._results import Saved
 from cuflash.distributed._blocks import Block, blocks_of
@@ -96,8 +97,8 @@ def backward(share: Share, _: int, saved: Saved, wanted: tuple[str, ...]) -> Sch
     """Gradients of own rows, canonical, and of options, by name."""
     xp, dtype, gathered = share.xp, share.sums_dtype, _Gathered(share)
     of_options = OptionGradients(share, wanted)
-    dq = xp.empty(share.q.shape if "q" in wanted else 0, dtype)
-    sums = {n: xp.zeros(getattr(share, n).shape, dtype) for n in KV if n in wanted}
+    of_qkv = ((n, getattr(share, n)) for n in QKV if n in wanted)
+    result = {n: xp.empty(a.shape, a.dtype) for n, a in of_qkv}
 
     def compute(stage: Stage, parts: Parts, block: Block, onto: dict[str, Summed]) -> None:
         qkv, of_heads = (stage.of_q(share.q), *gathered.kv), stage.of_saved(saved)
@@ -111,34 +112,36 @@ def backward(share: Share, _: int, saved: Saved, wanted: tuple[str, ...]) -> Sch
             for n, a in dkv.items()
         ]
         ticket, brought = yield from begun(home)
-        return add_brought(stage, ticket, dict(zip(dkv, brought, strict=True)))
+        return take_home(stage, ticket, dict(zip(dkv, brought, strict=True)))
 
-    def add_brought(stage: Stage, ticket: Any, brought: dict[str, dict[int, Array]]) -> Schedule:
+    def take_home(stage: Stage, ticket: Any, brought: dict[str, dict[int, Array]]) -> Schedule:
         yield Wait(ticket)
         for name, came in brought.items():
-            target = stage.of_kv(sums[name])
-            for rank in gathered.group.ranks:
-                target += rows_back(came[rank])
+            total = came[0]
+            for rank in range(1, share.size):
+                total += came[rank]
+            stage.of_kv(result[name])[...] = rows_back(rounded(total, result[name].dtype))
 
     under_way: Any = ()
     for number, stage in enumerate(gathered.stages):
         yield from gathered.take(number)
         parts = share.parts(stage.heads)
-        dkv = {
-            n: xp.empty(xp.moveaxis(a, -2, 0).shape, dtype)
-            for n, a in zip(KV, gathered.kv, strict=True)
-            if n in sums
-        }
-        onto = {n: Summed(rows_back(a)) for n, a in dkv.items()}
+        onto, dkv = {}, {}
+        for name, array in zip(KV, gathered.kv, strict=True):
+            if name in wanted:
+                dkv[name] = xp.empty(xp.moveaxis(array, -2, 0).shape, dtype)
+                onto[name] = Summed(rows_back(dkv[name]))
         if "q" in wanted:
-            onto["q"] = Summed(stage.of_q(dq))
+            dq = xp.empty(stage.of_q(share.q).shape, dtype)
+            onto["q"] = Summed(dq)
         for block in gathered.blocks(parts):
             yield Compute(partial(compute, stage, parts, block, onto), block.pairs)
         for each in onto.values():
             each.finish()
+        if "q" in wanted:
+            stage.of_q(result["q"])[...] = rounded(dq, share.q.dtype)
         yield from under_way
         under_way = (yield from send_home(stage, dkv)) if dkv else ()
+        del onto, dkv
     yield from under_way
-    result = {"q": rounded(dq, share.q.dtype)} if "q" in wanted else {}
-    result |= {n: rounded(a, getattr(share, n).dtype) for n, a in sums.items()}
     return result | (yield from of_options.finished())

@@ -49,14 +49,18 @@ class Merged:
     ) -> None:
         self._xp, self._out = xp, out
         self._lse = xp.empty(lse_shape, lse_dtype)
-        self._parts = out if out.dtype == lse_dtype else xp.empty(out.shape, lse_dtype)
         self._written, self._done = Rows(lse_shape[-1]), Rows(lse_shape[-1])
+
+    @functools.cached_property
+    def _parts(self) -> Array:
+        same = self._out.dtype == self._lse.dtype
+        return self._out if same else self._xp.empty(self._out.shape, self._lse.dtype)
 
     def so_far(self, rows: slice) -> Array | None:
         """What a part of these rows joins, where some hold a part."""
         if not self._written.any(rows):
             return None
-        self._clear(rows)
+        self._clear(rows, self._parts)
         return self._parts[..., rows, :]
 
     def room(self, rows: slice, *, last: bool) -> tuple[Array, Array]:
@@ -88,18 +92,21 @@ class Merged:
 
     def finished(self) -> tuple[Array, Array]:
         """Output and lse; of rows that no block had, 0 and -inf."""
-        self._clear(slice(0, self._lse.shape[-1]))
-        if self._parts is not self._out:
-            for rows in self._done.runs(present=False):
+        for empty in self._clear(slice(0, self._lse.shape[-1]), self._out):
+            self._done.add(empty)
+        for rows in self._done.runs(present=False):
+            if self._parts is not self._out:
                 self._out[..., rows, :] = rounded(self._parts[..., rows, :], self._out.dtype)
         return self._out, self._lse
 
-    def _clear(self, rows: slice) -> None:
+    def _clear(self, rows: slice, target: Array) -> list[slice]:
         """Make those of ``rows`` neutral that hold nothing."""
-        for empty in self._written.runs(present=False, among=rows):
-            self._parts[..., empty, :] = 0
+        found = self._written.runs(present=False, among=rows)
+        for empty in found:
+            target[..., empty, :] = 0
             self._lse[..., empty] = -np.inf
         self._written.add(rows)
+        return found
 
 
 class Summed:

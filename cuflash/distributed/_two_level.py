@@ -91,7 +91,9 @@ class _Grid:
             return [array for _, array in arrays]
         found = []
         for kind, array in arrays:
-            wire = rows_first(array, ROWS[kind])
+            wire = self.share.xp.moveaxis(array, ROWS[kind], 0)
+            if self.own_heads(self.share.rank, kind) is ...:
+                wire = self.share.xp.ascontiguousarray(wire)  # of which each rank gets all
 
             def part_for(other: int, kind: str = kind, wire: Array = wire) -> Array:
                 part: Array = self.share.xp.ascontiguousarray(wire[self.own_heads(other, kind)])
@@ -179,7 +181,15 @@ class _Grid:
 
 def forward(share: Share, across: int) -> Schedule:
     """``out`` and lse of own rows, canonical, in the dtypes of results."""
-    grid, xp, problem = _Grid(share, across), share.xp, share.problem
+    grid, shape = _Grid(share, across), (*share.problem.batch_shape, share.q.shape[-2])
+    out, lse = yield from _forward_of_group(grid)
+    out_shape = (*shape, share.problem.head_dim_v)
+    return (yield from grid.distributed(("q", out, out_shape), ("lse", lse, shape)))
+
+
+def _forward_of_group(grid: _Grid) -> Schedule:
+    """``out`` and lse of the group's rows and own heads; what was collected is let go of."""
+    share, xp, problem = grid.share, grid.share.xp, grid.share.problem
     options, q, *found = yield from grid.operands()
     own = kv = tuple(map(grid.wire, found))
     heads = grid.heads(share.rank)
@@ -206,22 +216,30 @@ def forward(share: Share, across: int) -> Schedule:
         if coming is not None:
             ticket, kv = coming
             yield Wait(ticket)
-    out, lse = merged.finished()
-    shape = (*problem.batch_shape, share.q.shape[-2])
-    return (
-        yield from grid.distributed(("q", out, (*shape, problem.head_dim_v)), ("lse", lse, shape))
-    )
+    return merged.finished()
 
 
 def backward(share: Share, across: int, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
     """Gradients of own rows, canonical, and of options, by name."""
-    grid, xp, dtype = _Grid(share, across), share.xp, share.sums_dtype
+    grid, of_options = _Grid(share, across), OptionGradients(share, wanted)
+    totals = yield from _backward_of_group(grid, saved, wanted, of_options)
+    arrays = [("q" if n == "q" else "k", a, getattr(share, n).shape) for n, a in totals.items()]
+    found = yield from grid.distributed(*arrays)
+    result = {n: rounded(a, getattr(share, n).dtype) for n, a in zip(totals, found, strict=True)}
+    return result | (yield from of_options.finished())
+
+
+def _backward_of_group(
+    grid: _Grid, saved: Saved, wanted: tuple[str, ...], of_options: OptionGradients
+) -> Schedule:
+    """Gradients of the group's rows and own heads, canonical, by name."""
+    share, xp, dtype = grid.share, grid.share.xp, grid.share.sums_dtype
     dout, out, *rows = saved
     options, q, k, v, *found = yield from grid.operands(
         ("q", dout), ("q", out), *(("lse", a) for a in rows if a is not None)
     )
     of_group, own = Saved(*found), (grid.wire(k), grid.wire(v))
-    heads, of_options = grid.heads(share.rank), OptionGradients(share, wanted)
+    heads = grid.heads(share.rank)
     names = [n for n in KV if n in wanted]
 
     def room(kv: tuple[Array, ...]) -> dict[str, Array]:
@@ -257,11 +275,13 @@ def backward(share: Share, across: int, saved: Saved, wanted: tuple[str, ...]) -
     dq, own_sums = xp.empty(q.shape, dtype), room(own)
     of_others = Summed(xp.empty(q.shape if grid.groups > 1 else (0, 0), dtype))
     returned: list[Array] = []
-    back: Any = None
+    back: list[Any] = []  # a ticket, and what comes home by it
 
-    def taken(ticket: Any, came: list[Array]) -> Schedule:
+    def taken() -> Schedule:
         """Add the gradients of own keys that another group computed."""
-        yield Wait(ticket)
+        yield Wait(back[0])
+        came = back[1]
+        back.clear()
         for total, array in zip(returned, came, strict=False):
             total += array
         if not returned:
@@ -277,26 +297,22 @@ def backward(share: Share, across: int, saved: Saved, wanted: tuple[str, ...]) -
             ticket, coming = yield from grid.bring(own, step + 1)
         parts = room(kv)
         yield from computed(step, Stage(heads), kv, parts, of_others)
-        if back is not None:
-            yield from taken(*back)
+        if back:
+            yield from taken()
         if names:
             came = [xp.empty(a.shape, dtype) for a in own_sums.values()]
-            back = (yield grid.exchange(-step, parts.values(), came)), came
+            back += (yield grid.exchange(-step, parts.values(), came)), came
     for stage in last:
         yield from of_own_keys(stage)
-    if back is not None:
-        yield from taken(*back)
-    totals = []
+    if back:
+        yield from taken()
+    totals = {}
     if "q" in wanted:
         total = of_others.added_to(dq, share.q.dtype) if grid.groups > 1 else dq
-        totals.append(("q", rounded(total, share.q.dtype), share.q.shape))
+        totals["q"] = rounded(total, share.q.dtype)
     for name, array, others in zip_longest(names, own_sums.values(), returned):
-        like = getattr(share, name)
         if others is not None:
-            total = xp.empty(array.shape, like.dtype if across == 1 else dtype)
-            array = rounded_sum(array, others, total)
-        totals.append(("k", grid.of_wire(array), like.shape))
-    found = yield from grid.distributed(*totals)
-    asked = [n for n in ("q", "k", "v") if n in wanted]
-    result = {n: rounded(a, getattr(share, n).dtype) for n, a in zip(asked, found, strict=True)}
-    return result | (yield from of_options.finished())
+            rounds = getattr(share, name).dtype if grid.across == 1 else dtype
+            array = rounded_sum(array, others, xp.empty(array.shape, rounds))
+        totals[name] = grid.of_wire(array)
+    return totals
