@@ -36,9 +36,10 @@ struct Transposer {
     for (int i = 0; i < Rows::rows / 32; ++i) {
       uint32_t pairs[4];  // of two columns and two keys, from each 8 keys
       ptx::ldmatrix_x4_trans(pairs, read + 4096 * i);
-      ptx::stmatrix_x4(written + i / 4 * Columns::panel_bytes + (to ^ 32 * (i % 4)),
-                       __byte_perm(pairs[0], pairs[1], one), __byte_perm(pairs[0], pairs[1], other),
-                       __byte_perm(pairs[2], pairs[3], one),
+      uint32_t at = to ^ 32 * i;
+      if constexpr (Rows::rows > 128) at = i / 4 * Columns::panel_bytes + (to ^ 32 * (i % 4));
+      ptx::stmatrix_x4(written + at, __byte_perm(pairs[0], pairs[1], one),
+                       __byte_perm(pairs[0], pairs[1], other), __byte_perm(pairs[2], pairs[3], one),
                        __byte_perm(pairs[2], pairs[3], other));
     }
   }
