@@ -96,6 +96,12 @@ struct Defaults {
   static constexpr int overlap_quarters = 2;
   // Are products of e4m3 with v summed in registers block by block, not in tensor cores alone?
   static constexpr bool promotes = false;
+  static constexpr int column_parts = 1;  // of such a sum, one after the other
+  static constexpr int max_chains = 1;    // in which a lane finds the maximum of its scores
+  // Are weights of e4m3 formed against a row's reference as it is, and the reference follows them?
+  static constexpr bool follows_weights = false;
+  static constexpr int weight_exponent = 8;        // of e4m3, log2 of what they are multiplied by
+  static constexpr bool scores_in_halves = false;  // is q k^T of a block two groups of products?
   // Are scores of the next block multiplied while ds of this one is computed?
   static constexpr bool scores_ahead = false;
   // Are k and v of a tile kept as operands in registers?
@@ -128,6 +134,8 @@ struct Defaults {
   static constexpr bool grad_k = true;
   static constexpr bool grad_v = true;
   static constexpr bool grad_lse = false;
+  static constexpr bool rotates = false;  // is x multiplied by a random rotation?
+  static constexpr bool writes = false;   // does this pass quantise, after the first found scales?
   static constexpr SumsTo sums_to = SumsTo::pairs;
   static constexpr GradOf grad_of = GradOf::bias;
 

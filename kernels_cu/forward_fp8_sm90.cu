@@ -17,7 +17,7 @@
 namespace cuflash {
 
 // Of a thread. Sums of wide heads take all that warps which load and transpose can do without.
-constexpr bool is_wide = Score::is_light && Config::head_dim_v > 128;
+constexpr bool is_wide = Score::is_light && (Config::head_dim_v > 128 || Config::block_n > 128);
 constexpr int producer_registers = consumers == 3 ? 32 : is_wide ? 24 : 40;
 constexpr int consumer_registers = consumers == 3 ? 160 : is_wide ? 240 : 232;
 static_assert(is_fp8 && !stages_out, "a tile of q is half as large as one of out");

@@ -33,6 +33,8 @@ ROWS = (
 )
 
 
+#: Head sizes up to this one take products of 16 bits, which are as fast. (D171)
+SLOWER_UP_TO = 192
 _OF_A_ROW = ("block_m", "block_n", "num_stages", "overlap_quarters", "promotes")
 _KIB = 1024
 
@@ -43,6 +45,11 @@ class Own(NamedTuple):
     overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
     promotes: bool  # is p v of a block summed by itself, and added to o in float32?
     num_q_stages: int = 1
+    column_parts: int = 1  # of a promoted sum, one after the other
+    max_chains: int = 1  # in which a lane finds the maximum of its scores
+    follows_weights: bool = False  # is a maximum formed only where weights outgrew the last one?
+    weight_exponent: int = 8  # log2 of what weights are multiplied by
+    scores_in_halves: bool = False  # is q k^T of a block two groups of products?
 
 
 class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
@@ -53,7 +60,7 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
     computes = "out"
     float8 = True
     parts = SCORED | {"own": Own}
-    streams: ClassVar[Sequence[int]] = (64, 96, 128)
+    streams: ClassVar[Sequence[int]] = (64, 96, 128, 160, 192, 224)
 
     @property
     def smem_bytes(self) -> int:
@@ -68,7 +75,7 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
     def eligible(cls, request: Request) -> str:
         problem = request.problem
         return wgmma.against(request) or wgmma.first_reason(
-            (wgmma.widest(problem) <= 192, "products of 16 bits are as fast there"),  # D171
+            (wgmma.widest(problem) <= SLOWER_UP_TO, "products of 16 bits are as fast there"),
             (wgmma.widest(problem) > 256, "no tile is wider than 256"),
             (not problem.seqlen_k, "there are no keys, and a tensor map holds at least one row"),
             (not problem.head_dim_v, "there are no values, and a tensor map holds a column"),

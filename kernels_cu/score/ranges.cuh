@@ -44,7 +44,10 @@ struct ColumnBits {
     return {before(columns.end) & ~before(columns.begin)};
   }
 
-  CUFLASH_DEVICE bool contains(int t, int i) const { return bits >> (2 * t + i) & 1; }
+  // Blocks of more keys than there are bits have no mask.
+  CUFLASH_DEVICE bool contains(int t, int i) const {
+    return 2 * t + i >= 32 || (bits >> (2 * t + i) & 1);
+  }
 
  private:
   CUFLASH_DEVICE static uint32_t before(int end) {

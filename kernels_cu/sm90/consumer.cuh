@@ -12,6 +12,8 @@ namespace cuflash {
 
 // Is p v of a block summed beside o, and added to it? Sums of e4m3 products keep about 14 bits.
 constexpr bool promotes = Config::promotes;
+// Of how many tiles of columns at once: the others follow when these are added.
+constexpr int part_tiles = promotes ? o_tiles / Config::column_parts : 1;
 
 struct Consumer {
   const ForwardSm90Params& params;
@@ -21,7 +23,7 @@ struct Consumer {
   Ring<Config::num_q_stages> q_ring;  // counts tiles
   SplitSoftmax softmax;
   float o_acc[1][o_tiles][4];
-  float block_acc[1][promotes ? o_tiles : 1][4];  // p v of one block
+  float block_acc[1][part_tiles][4];  // p v of one block, or a part of its columns
   uint32_t p_frag[1][s_tiles * sizeof(Element) / 4][4];
 
   // All tiles of this thread block.
@@ -170,9 +172,23 @@ struct Consumer {
     const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
     PrefetchedMaskBias<count_of(keys)> prefetched;
     if constexpr (edge != Edge::none) prefetched = {score, rows.first_row, first_key};
+    constexpr bool by_halves = Config::scores_in_halves && Config::overlap_quarters > 0 &&
+                               edge == Edge::none && keys == Keys::all && Config::scale_in_exponent;
+    if constexpr (by_halves) {
+      // The first half's maxima are found while the second half is multiplied.
+      constexpr int half_tiles = count_of(keys) / 2;
+      auto& first_half = reinterpret_cast<float (&)[1][half_tiles][4]>(s_acc[0][0]);
+      ptx::wgmma_wait<2>();
+      ptx::pin(flat(first_half));
+      unrolled<2>([&](int half) {
+        softmax.early_max[half] =
+            SplitSoftmax::maximum_of<0, half_tiles>(first_half[0], half, softmax.row_max[0][half]);
+      });
+    }
     wait_for_scores(s_acc);
     release_scores(is_last);
-    online_softmax<edge>(s_acc, score, rows.first_row, first_key, prefetched);
+    online_softmax<edge, by_halves ? count_of(keys) / 2 : 0>(s_acc, score, rows.first_row,
+                                                             first_key, prefetched);
     end_product(before);
     pack_p<keys>(s_acc, dropped);
     softmax.rescale_rows(o_acc);
@@ -209,7 +225,7 @@ struct Consumer {
   template <Keys keys>
   CUFLASH_DEVICE void last_product() {
     start_product_with<keys>(ring);
-    end_product(ring);
+    end_product<keys>(ring);
     ring.advance();
   }
 
@@ -265,11 +281,20 @@ struct Consumer {
     release_q(is_last);
   }
 
+  template <Keys keys = Keys::all>
   CUFLASH_DEVICE void end_product(const Ring<Config::num_stages>& at) {
     ptx::wgmma_wait<0>();
     if constexpr (promotes) {
       ptx::pin(flat(block_acc));
-      unrolled<o_tiles, 4>([&](int t, int i) { o_acc[0][t][i] += block_acc[0][t][i]; });
+      unrolled<part_tiles, 4>([&](int t, int i) { o_acc[0][t][i] += block_acc[0][t][i]; });
+#pragma unroll
+      for (int part = 1; part < Config::column_parts; ++part) {
+        start_part<keys>(at, part);
+        ptx::wgmma_wait<0>();
+        ptx::pin(flat(block_acc));
+        unrolled<part_tiles, 4>(
+            [&](int t, int i) { o_acc[0][part * part_tiles + t][i] += block_acc[0][t][i]; });
+      }
     } else {
       ptx::pin(flat(o_acc));
     }
@@ -288,11 +313,11 @@ struct Consumer {
   }
 
   // Raw products become weights, relative to the rows' reference.
-  template <Edge edge, int tiles>
+  template <Edge edge, int found = 0, int tiles>
   CUFLASH_DEVICE void online_softmax(float (&s_acc)[1][tiles][4], const Score& score, int first_row,
                                      int first_key, const PrefetchedMaskBias<tiles>& prefetched) {
     apply_score<edge>(s_acc, score, first_row, first_key, prefetched);
-    softmax.find_maximum(s_acc, score);
+    softmax.find_maximum<found>(s_acc, score);
     exponentiate(s_acc, [&](float value, int, int i) {
       const float exponent = score.exponent(value, softmax.shift[i / 2]);
       return is_fp8 && !Score::folds_scale ? exponent + weight_exponent : exponent;
@@ -371,9 +396,14 @@ struct Consumer {
 
   template <Keys keys, int tiles>
   CUFLASH_DEVICE void start_scores(float (&s_acc)[1][tiles][4]) {
-    start_transposed_product<SharedMemory::QTile, SharedMemory::KTile>(
-        s_acc, smem.q[q_ring.stage()].k_major(64 * warpgroup),
-        smem.k[ring.stage()].k_major(8 * first_of(keys)));
+    const uint64_t q = smem.q[q_ring.stage()].k_major(64 * warpgroup);
+    constexpr int halves = Config::scores_in_halves && keys == Keys::all ? 2 : 1;
+#pragma unroll
+    for (int half = 0; half < halves; ++half) {
+      start_transposed_product<SharedMemory::QTile, SharedMemory::KTile>(
+          reinterpret_cast<float (&)[1][tiles / halves][4]>(s_acc[0][half * (tiles / halves)]), q,
+          smem.k[ring.stage()].k_major(8 * (first_of(keys) + half * (tiles / halves))));
+    }
   }
 
   template <Keys keys>
@@ -383,12 +413,20 @@ struct Consumer {
     wait(smem.v_full[at.stage()], at.full_parity());
     const SharedMemory::VTile& v = smem.v[at.stage()];
     if constexpr (promotes) {
-      start_product_e4m3<SharedMemory::VTile, first, count>(block_acc, p_frag, v.k_major(), false);
+      start_part<keys>(at, 0);
     } else if constexpr (is_fp8) {
       start_product_e4m3<SharedMemory::VTile, first, count>(o_acc, p_frag, v.k_major(), true);
     } else {
       start_product<SharedMemory::VTile, first, count>(o_acc, p_frag, v.mn_major());
     }
+  }
+
+  // p v of a part of the columns.
+  template <Keys keys>
+  CUFLASH_DEVICE void start_part(const Ring<Config::num_stages>& at, int part) {
+    constexpr int first = first_of(keys) / 4, count = count_of(keys) / 4;
+    const uint64_t columns = smem.v[at.stage()].k_major(8 * part_tiles * part);
+    start_product_e4m3<SharedMemory::VTile, first, count>(block_acc, p_frag, columns, false);
   }
 
   CUFLASH_DEVICE void pingpong_wait() const {

@@ -18,12 +18,13 @@ constexpr bool halves_first = halves && Score::masks_before_full;
 constexpr bool is_light_enough =
     Config::scale_in_exponent || (!Score::has_segments && Config::cu_seqlens == Dtype::none);
 constexpr bool keeps_reference = Score::exponent_of_product && is_light_enough &&
-                                 !Config::dropout && Config::head_dim <= 128 && !is_fp8;
+                                 !Config::dropout && (Config::head_dim <= 128 || is_fp8) &&
+                                 (!is_fp8 || (Config::follows_weights && Score::folds_scale));
 constexpr bool may_bend = Score::has_slopes;
 // The softmax of one warpgroup runs under the products of another. Where there are three, those
 // of a narrow block are too short for that, and the order only delays them. Two find their order
 // alone where no maximum is formed and products of a wide head take longer than a softmax.
-constexpr bool finds_order = keeps_reference && Config::scale_in_exponent &&
+constexpr bool finds_order = keeps_reference && !is_fp8 && Config::scale_in_exponent &&
                              Config::head_dim == 128 && !Score::masks_before_last;
 constexpr bool uses_pingpong = consumers == 2 ? !finds_order : Config::block_n == 128;
 

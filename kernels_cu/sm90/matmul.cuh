@@ -142,12 +142,14 @@ CUFLASH_DEVICE void start_shared_product(float (&acc)[1][tiles][4], uint64_t a, 
 template <typename BTile, int first, int count, int tiles, int steps>
 CUFLASH_DEVICE void start_product_e4m3(float (&acc)[1][tiles][4], uint32_t (&a_frag)[1][steps][4],
                                        uint64_t b, bool accumulates) {
-  static_assert(tiles == BTile::rows / 8 && steps == BTile::columns / 32, "shapes");
+  static_assert(tiles <= BTile::rows / 8 && steps == BTile::columns / 32, "shapes");
   auto& a_registers = reinterpret_cast<uint32_t (&)[4 * steps]>(a_frag);
   ptx::pin(a_registers);
   ptx::wgmma_group(flat(acc), [&] {
     unrolled<count>([&](int k) {
-      ptx::wgmma_e4m3(flat(acc), a_frag[0][first + k], b + (first + k) * 2, k > 0 || accumulates);
+      const int step = first + k;
+      const uint64_t at = b + step / 4 * (BTile::panel_bytes / 16) + step % 4 * 2;
+      ptx::wgmma_e4m3(flat(acc), a_frag[0][step], at, k > 0 || accumulates);
     });
   });
   ptx::pin(a_registers);

@@ -5,10 +5,13 @@
 
 namespace cuflash {
 
-// e4m3 holds numbers up to 448 and loses bits below 2^-6: its weights are 2^8 times what they are
-// against the row's reference, which scores may exceed by a factor of 2^most_growth. Weights of 16
-// bits are not scaled, and that factor is 2^8.
-constexpr float weight_exponent = is_fp8 ? 8.0f : 0.0f, weight_unit = is_fp8 ? 0x1p-8f : 1.0f;
+// e4m3 holds numbers up to 448 and loses bits below 2^-6: its weights are 2^weight_exponent times what
+// they are against the row's reference, which scores may exceed by a factor of 2^most_growth. Weights
+// of 16 bits are not scaled, and that factor is 2^8.
+constexpr float weight_exponent = is_fp8 ? Config::weight_exponent : 0;
+constexpr float weight_unit = is_fp8 ? 1.0f / (1 << Config::weight_exponent) : 1.0f;
+// What a weight may be before its row's reference follows it.
+constexpr float most_weight = is_fp8 ? 440.0f : 0x1p8f;
 constexpr float most_growth = is_fp8 ? 0.75f : 8.0f;
 
 // State of the two rows of this lane: t/4 and t/4 + 8 of its warp's 16.
@@ -16,6 +19,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   float shift[2];    // the reference that exponents are formed against
   float rescale[2];  // of what was summed before
   float block_sum[2];
+  float early_max[2];  // of this lane, of the first half of a block
 
   // Another block against the same reference.
   CUFLASH_DEVICE void keep_reference() { block_sum[0] = block_sum[1] = 0.0f; }
@@ -24,7 +28,8 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   // lane with a weight of more than 2^8 has a larger sum than this.
   CUFLASH_DEVICE bool outgrown() const {
     const float largest = fmaxf(block_sum[0], block_sum[1]);
-    return !(largest <= 200.0f) || fminf(row_max[0][0], row_max[0][1]) == -infinity();
+    return !(largest <= (is_fp8 ? most_weight : 200.0f)) ||
+           fminf(row_max[0][0], row_max[0][1]) == -infinity();
   }
 
   // A reference that weights have outgrown by more than a factor of 2^8 follows the largest of
@@ -36,12 +41,13 @@ struct SplitSoftmax : OnlineSoftmax<1> {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float largest = quad_max(lane_maximum(s_acc[0], half, 0.0f));
-      const bool grew = largest > 0x1p8f || row_max[0][half] == -infinity();
+      const bool grew = largest > most_weight || row_max[0][half] == -infinity();
       lost[half] = grew && !(largest > 0x1p-64f && largest < 0x1p100f);
       const float before = shift[half];
       if (grew && !lost[half]) {
         row_max[0][half] = score.maximum_above(before, __log2f(largest));
         shift[half] = score.reference(row_max[0][half]);
+        if constexpr (Score::folds_scale) shift[half] -= weight_exponent;
       }
       rescale[half] = ptx::exp2_approx(score.exponent_between(before, shift[half]));
       row_sum[0][half] *= rescale[half];
@@ -52,14 +58,32 @@ struct SplitSoftmax : OnlineSoftmax<1> {
 
   // A maximum that grew by no more than a factor of 2^8 stays: p is at most 2^8 then, as exact as
   // before, and o keeps its scale.
-  template <int tiles>
+  template <int begin = 0, int tiles>
   CUFLASH_DEVICE void find_maximum(const float (&s_acc)[1][tiles][4], const Score& score) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float block_max = lane_maximum(s_acc[0], half, row_max[0][half]);
+      const float least = begin > 0 ? early_max[half] : row_max[0][half];
+      const float block_max = maximum_of<begin, tiles>(s_acc[0], half, least);
       raise_reference(half, quad_max(block_max), score);
       block_sum[half] = 0.0f;
     }
+  }
+
+  // Of tiles [begin, end), in chains that do not wait for each other.
+  template <int begin, int end, int tiles>
+  CUFLASH_DEVICE static float maximum_of(const float (&s_acc)[tiles][4], int half, float least) {
+    constexpr int chains = Config::max_chains;
+    float found[chains];
+#pragma unroll
+    for (int c = 0; c < chains; ++c) found[c] = least;
+#pragma unroll
+    for (int t = begin; t < end; ++t) {
+      const float pair = fmaxf(s_acc[t][2 * half], s_acc[t][2 * half + 1]);
+      found[t % chains] = fmaxf(found[t % chains], pair);
+    }
+#pragma unroll
+    for (int c = 1; c < chains; ++c) found[0] = fmaxf(found[0], found[c]);
+    return found[0];
   }
 
   CUFLASH_DEVICE void raise_reference(int half, float maximum, const Score& score) {

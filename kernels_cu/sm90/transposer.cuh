@@ -32,11 +32,13 @@ struct Transposer {
     const uint32_t read =
         ptx::shared_address(rows.data) + part / 8 * Rows::panel_bytes + (from ^ 16 * (part % 8));
     const uint32_t written = ptx::shared_address(columns.data) + 2048 * part;
-#pragma unroll(Config::head_dim_v > 128 ? 2 : 4)  // as registers are left
+#pragma unroll(Config::head_dim_v > 128 || Config::block_n > 128 ? 2 : 4)  // as registers are left
     for (int i = 0; i < Rows::rows / 32; ++i) {
       uint32_t pairs[4];  // of two columns and two keys, from each 8 keys
       ptx::ldmatrix_x4_trans(pairs, read + 4096 * i);
-      ptx::stmatrix_x4(written + (to ^ 32 * i), __byte_perm(pairs[0], pairs[1], one),
+      uint32_t at = to ^ 32 * i;
+      if constexpr (Rows::rows > 128) at = i / 4 * Columns::panel_bytes + (to ^ 32 * (i % 4));
+      ptx::stmatrix_x4(written + at, __byte_perm(pairs[0], pairs[1], one),
                        __byte_perm(pairs[0], pairs[1], other), __byte_perm(pairs[2], pairs[3], one),
                        __byte_perm(pairs[2], pairs[3], other));
     }
