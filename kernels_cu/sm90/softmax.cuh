@@ -5,9 +5,9 @@
 
 namespace cuflash {
 
-// e4m3 holds numbers up to 448 and loses bits below 2^-6: its weights are 2^weight_exponent times what
-// they are against the row's reference, which scores may exceed by a factor of 2^most_growth. Weights
-// of 16 bits are not scaled, and that factor is 2^8.
+// e4m3 holds numbers up to 448 and loses bits below 2^-6: its weights are 2^weight_exponent times
+// what they are against the row's reference, which scores may exceed by a factor of 2^most_growth.
+// Weights of 16 bits are not scaled, and that factor is 2^8.
 constexpr float weight_exponent = is_fp8 ? Config::weight_exponent : 0;
 constexpr float weight_unit = is_fp8 ? 1.0f / (1 << Config::weight_exponent) : 1.0f;
 // What a weight may be before its row's reference follows it.
