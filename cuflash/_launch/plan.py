@@ -265,8 +265,6 @@ def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresse
     forward = config.computes == "out"
     mapped = kernel_params.MAPPED if forward else kernel_params.BACKWARD_MAPPED
     operands, tiles, _, grid = _work_of(LaunchStep(config), problem, layouts)
-    if getattr(config, "bias_stages", 0) and addresses["bias"] % tensor_map.ALIGNMENT:
-        return None
     if grid.peeled or (forward and grid.num_owners * tiles > _INDEX_LIMIT):
         return None
     names = tuple(operands)
