@@ -112,7 +112,7 @@ def pytest_configure(config: pytest.Config) -> None:
     RUN.part = chosen(config)
     if not config.getoption("--hypothesis-profile"):
         # Evidence from a GPU, and its rehearsal, are of the same kernels each time.
-        same = any(config.getoption(name) for name in ("--gpu-report", "--rehearse"))
+        same = any(config.getoption(name, None) for name in ("--gpu-report", "--rehearse"))
         settings.register_profile(
             "part", deadline=None, max_examples=RUN.part.examples, derandomize=same
         )
