@@ -2,7 +2,7 @@
 //
 //   mark pages that sequences name before their lengths: once, or more often
 //   each sequence, in order: count the pages that it needs: for new keys, and instead of one that
-//     others name and that is not full
+//     is not full and that others name, or whose number is of no page
 //   the free pages, lowest number first, are those needed in this order; what finds none is dropped
 //
 // One thread block; the host reads nothing, so that a captured graph can grow a cache. (D155)
@@ -71,10 +71,11 @@ CUFLASH_DEVICE void mark_pages(const CacheGrowParams& params, SharedMemory& smem
 
 // What a sequence wants, and needs for it.
 struct Growth {
-  int start, end, first_column, last_page;
+  int start, end, first_column;
+  int last_page;  // that is not full and gets a key; -1: there is none
   int64_t wanted;
-  bool copies;  // a page that others name
-  int needed;   // pages
+  bool replaces;  // that page, which others name, or whose number is of no page
+  int needed;     // pages
 
   CUFLASH_DEVICE Growth(const CacheGrowParams& params, const SharedMemory& smem, int s) {
     const int size = params.page_size;
@@ -86,13 +87,14 @@ struct Growth {
     wanted = start + count;
     end = static_cast<int>(clamp(wanted, 0, params.max_length));
     first_column = (start + size - 1) / size;
+    const bool begun = start % size != 0 && end > start;
     last_page = -1;
-    if (start % size != 0 && end > start) {
+    if (begun) {
       last_page = params.page_table[static_cast<int64_t>(s) * params.num_columns + start / size];
+      if (last_page >= params.num_pages) last_page = -1;
     }
-    const bool exists = last_page >= 0 && last_page < params.num_pages;
-    copies = exists && bit_of(smem.shared, last_page);
-    needed = (end + size - 1) / size - first_column + copies;
+    replaces = begun && (last_page < 0 || bit_of(smem.shared, last_page));
+    needed = (end + size - 1) / size - first_column + replaces;
   }
 };
 
@@ -130,16 +132,16 @@ CUFLASH_DEVICE void grow(const CacheGrowParams& params, SharedMemory& smem) {
     const int found = max(0, min(free - rank, own.needed));
     int32_t* const row = params.page_table + static_cast<int64_t>(s) * params.num_columns;
     const int32_t* const taken = params.taken + rank;
-    const bool copied = own.copies && found > 0;
-    if (copied) row[own.start / params.page_size] = taken[0];
-    for (int i = copied; i < found; ++i) row[own.first_column + i - copied] = taken[i];
+    const bool replaced = own.replaces && found > 0;
+    if (replaced) row[own.start / params.page_size] = taken[0];
+    for (int i = replaced; i < found; ++i) row[own.first_column + i - replaced] = taken[i];
     int end = own.end;
     if (found < own.needed) {
-      end = own.copies && !copied ? own.start
-                                  : (own.first_column + found - copied) * params.page_size;
+      end = own.replaces && !replaced ? own.start
+                                      : (own.first_column + found - replaced) * params.page_size;
     }
     params.starts[s] = own.start;
-    params.sources[s] = copied ? own.last_page : -1;
+    params.sources[s] = replaced && own.last_page >= 0 ? own.last_page : -1;
     params.lengths[s] = end;
     params.dropped[s] += static_cast<int32_t>(own.wanted - end);
   }

@@ -132,6 +132,25 @@ def test_a_table_of_any_numbers_is_no_fault() -> None:
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("number", [-5, 20, 10**9])
+def test_a_page_that_does_not_exist_is_replaced(number: int) -> None:
+    """Where a key is added to it: nothing is written through its number."""
+    twin = Twin(2, 20)
+    k, v = tokens(np.random.default_rng(0), 2, 2)
+    twin.append(k, v)
+    twin.table[1, 0] = number
+    guarded = np.full((24, HEADS, SIZE, D), 7, np.float32)
+    guarded[2:22] = twin.k
+    twin.k = on_device(guarded)[2:22]
+    twin.append(k, v)
+    assert [*twin.lengths] == [4, 4]
+    assert [*twin.table[:, 0]] == [0, 1]
+    np.testing.assert_array_equal(twin.k[1][:, 2:], k[1])
+    assert (guarded[:2] == 7).all()
+    assert (guarded[22:] == 7).all()
+
+
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("rotation", ["halves", "neighbours"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_keys_are_turned_as_they_are_written(rotation: str, dtype: Any) -> None:
