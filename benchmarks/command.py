@@ -252,9 +252,11 @@ def measure_levels(arguments: argparse.Namespace) -> int:
 
 def rendered(result: dict[str, Any]) -> str:
     """A result as text, whichever of the kinds it is."""
-    from benchmarks import accuracy, points  # which import this module's neighbours
+    from benchmarks import accuracy, float8, points  # which import this module's neighbours
 
     first = result["rows"][0] if result["rows"] else {}
+    if "rotated" in first:
+        return float8.markdown(result) + "\n"
     if "family" in first:
         return accuracy.markdown(result) + "\n"
     if "points" in first:

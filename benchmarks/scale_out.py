@@ -7,7 +7,9 @@
 Weak scaling: each GPU has ``--tokens`` tokens, and its speed is compared with a call of so many
 queries and keys on one GPU, both in turns in one run. Strong scaling: one sequence of ``--total``
 tokens on one GPU and on all. Efficiency and speed-up are medians of rounds. The longest sequence
-doubles until memory or ``--longest-seconds`` ends it.
+doubles until memory or ``--longest-seconds`` ends it. The method `ring_flash_attention` is the
+schedule of a peer: `ring_peer.py`. ``--split`` says where the time of weak scaling goes:
+`rank_split.py`. What survivors see of a dead rank goes into the same file: `dead_rank.py`.
 
 A run takes at most ``--seconds``; cells that are in the file already are not run again, so that the
 same command goes on where it ended. Exit status 0: all cells are there, 3: run it again.
@@ -35,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import cuflash  # noqa: E402
+from benchmarks import rank_split, ring_peer  # noqa: E402
 from benchmarks.machine import describe_machine  # noqa: E402
 from cuflash import distributed  # noqa: E402
 
@@ -42,7 +45,10 @@ Array = Any
 ROUNDS = 5
 LEAST_MS = 60.0  # of a round, in repeated calls: what begins a call is hidden behind the last
 HEAD_DIM = 128
-HEADS = {"GQA 32/8": (32, 8), "MHA 32": (32, 32)}
+HEADS = {"GQA 32/8": (32, 8), "MHA 32": (32, 32), "GQA 32/4": (32, 4)}
+TOKENS = (8192, 2048, 4096, 16384)  # of each GPU; the bar's first
+TOTALS = (65536, 131072, 1048576)
+METHODS = ("auto", "all_gather", "ring", "ulysses", "usp", ring_peer.METHOD)
 AGAIN = 3
 
 
@@ -65,15 +71,17 @@ class Cell:
         return f"{self.kind} {self.heads} {mask} {what} {self.method} {self.tokens}"
 
 
-def cells(tokens: int, total: int, methods: Sequence[str]) -> Iterator[Cell]:
+def cells(tokens: Sequence[int], totals: Sequence[int], methods: Sequence[str]) -> Iterator[Cell]:
     """Every cell, the bar's first."""
-    for heads, causal, gradient in itertools.product(HEADS, (True, False), (False, True)):
-        for method in methods:
-            yield Cell("weak", heads, causal, gradient, method, tokens)
-    for gradient, method in itertools.product((False, True), methods):
+    both = (False, True)
+    for rows, heads, causal in itertools.product(tokens, HEADS, (True, False)):
+        for gradient, method in itertools.product(both, methods):
+            yield Cell("weak", heads, causal, gradient, method, rows)
+    for total, gradient, method in itertools.product(totals, both, methods):
         yield Cell("strong", "GQA 32/8", True, gradient, method, total)
-    for gradient in (False, True):
-        yield Cell("longest", "GQA 32/8", True, gradient, "ring", total)
+    ours = [method for method in methods if method != ring_peer.METHOD]
+    for heads, gradient, method in itertools.product(("GQA 32/8", "MHA 32"), both, ours):
+        yield Cell("longest", heads, True, gradient, method, totals[0])
 
 
 class Ranks:
@@ -132,6 +140,12 @@ class Ranks:
             self.each(lambda _: self.xp.cuda.get_current_stream().synchronize())
         return self.slowest(time.perf_counter() - begin) / repeats
 
+    def median(self, call: Callable[[], Any]) -> float:
+        """Seconds of one call, as :meth:`compared` takes them."""
+        once = self.seconds(call, 1)
+        repeats = 1 if self.xp is np else max(1, round(LEAST_MS * 1e-3 / once))
+        return statistics.median(self.seconds(call, repeats) for _ in range(ROUNDS))
+
     def compared(self, ours: Callable[[], Any], one: Callable[[], Any]) -> tuple[float, float]:
         """Median seconds of both, in turns."""
         repeats = []
@@ -149,10 +163,10 @@ class Ranks:
 def call_on_all(ranks: Ranks, cell: Cell, rows: int) -> Callable[[], Any]:
     """Attention, or its gradient, of ``rows`` tokens on each rank."""
     heads, heads_kv = HEADS[cell.heads]
-    q, k, v, dout = (
-        ranks.given(ranks.arrays(n, rows, seed))
-        for seed, n in enumerate((heads, heads_kv, heads_kv, heads))
-    )
+    drawn = [ranks.arrays(n, rows, i) for i, n in enumerate((heads, heads_kv, heads_kv, heads))]
+    if cell.method == ring_peer.METHOD:
+        return call_of_peer(ranks, cell, *drawn)
+    q, k, v, dout = map(ranks.given, drawn)
     options = cuflash.Options(causal=cell.causal, enable_gqa=True)
     how = {"comm": ranks.comm, "method": cell.method, "options": options}
     if not cell.gradient:
@@ -160,6 +174,18 @@ def call_on_all(ranks: Ranks, cell: Cell, rows: int) -> Callable[[], Any]:
     found = ranks.listed(distributed.attention(q, k, v, return_lse=True, **how))
     out, lse = (ranks.given([r[i] for r in found]) for i in range(2))
     return lambda: distributed.attention_backward(dout, q, k, v, out, lse, **how)
+
+
+def call_of_peer(
+    ranks: Ranks, cell: Cell, q: list[Array], k: list[Array], v: list[Array], dout: list[Array]
+) -> Callable[[], Any]:
+    """The same by the schedule of ring-flash-attention."""
+    how = {"causal": cell.causal}
+    if not cell.gradient:
+        return lambda: ring_peer.attention(ranks.comm, q, k, v, **how)
+    found = zip(*ring_peer.attention(ranks.comm, q, k, v, **how), strict=True)
+    out, lse = map(list, found)
+    return lambda: ring_peer.attention_backward(ranks.comm, dout, q, k, v, out, lse, **how)
 
 
 def call_on_one(ranks: Ranks, cell: Cell, rows: int, only_first: bool) -> Callable[[], Any]:
@@ -190,17 +216,19 @@ def call_on_one(ranks: Ranks, cell: Cell, rows: int, only_first: bool) -> Callab
     return run
 
 
-def measured(ranks: Ranks, cell: Cell, longest_seconds: float) -> dict[str, Any]:
+def measured(ranks: Ranks, cell: Cell, longest_seconds: float, *, split: bool) -> dict[str, Any]:
     """Figures of a cell: its efficiency, speed-up or longest sequence."""
     size = ranks.comm.size
     try:
         if cell.kind == "weak":
-            ours, one = ranks.compared(
-                call_on_all(ranks, cell, cell.tokens),
-                call_on_one(ranks, cell, cell.tokens, only_first=False),
-            )
+            call = call_on_all(ranks, cell, cell.tokens)
+            one_call = call_on_one(ranks, cell, cell.tokens, only_first=False)
+            ours, one = ranks.compared(call, one_call)
             # Each rank has `size` times the scores of the block.
-            return {"ms": 1e3 * ours, "block_ms": 1e3 * one, "efficiency": size * one / ours}
+            found = {"ms": 1e3 * ours, "block_ms": 1e3 * one, "efficiency": size * one / ours}
+            if split and cell.method != ring_peer.METHOD:
+                found |= rank_split.split(ranks.comm, call, ranks.median, ranks.synchronize)
+            return found
         if cell.kind == "strong":
             ours, one = ranks.compared(
                 call_on_all(ranks, cell, cell.tokens // size),
@@ -210,6 +238,8 @@ def measured(ranks: Ranks, cell: Cell, longest_seconds: float) -> dict[str, Any]
         return longest(ranks, cell, longest_seconds)
     except NotImplementedError as error:
         return {"refused": str(error)}
+    except MemoryError as error:
+        return {"refused": type(error).__name__}
 
 
 def longest(ranks: Ranks, cell: Cell, most_seconds: float) -> dict[str, Any]:
@@ -249,12 +279,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Scaling of attention over GPUs.")
     parser.add_argument("--devices", type=int, nargs="+", help="GPUs that this process drives")
     parser.add_argument("--simulate", type=int, metavar="RANKS", help="on the CPU, over NumPy")
-    parser.add_argument("--tokens", type=int, default=8192, help="of each GPU, weak scaling")
-    parser.add_argument("--total", type=int, help="of all, strong scaling (default: 65536)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of each GPU, weak")
+    parser.add_argument("--total", type=int, nargs="+", help=f"of all, strong (default: {TOTALS})")
     parser.add_argument(
-        "--methods", nargs="+", default=["ring", "all_gather", "ulysses"],
-        choices=("auto", "all_gather", "ring", "ulysses", "usp"),
-    )  # fmt: skip
+        "--methods", nargs="+", default=["ring", "all_gather", "ulysses"], choices=METHODS
+    )
+    parser.add_argument("--split", action="store_true", help="where the time of weak cells goes")
     parser.add_argument("--seconds", type=float, default=520.0, help="of this run")
     parser.add_argument("--longest-seconds", type=float, default=60.0, help="of one longest call")
     parser.add_argument("--file", type=Path, default=Path("scale-out.json"))
@@ -268,11 +298,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     comm, xp = joined(arguments)
     with contextlib.closing(comm):
         ranks, first = Ranks(comm, xp), 0 in comm.ranks
-        total = arguments.total or (65536 if xp is not np else 2 * arguments.tokens)
-        wanted = [
-            c for c in cells(arguments.tokens, total, arguments.methods) if arguments.only in c.name
-        ]
-        told = arguments.file.read_text() if first and arguments.file.is_file() else "{}"
+        totals = arguments.total or (TOTALS if xp is not np else [comm.size * arguments.tokens[0]])
+        every = cells(arguments.tokens, totals, arguments.methods)
+        wanted = [c for c in every if arguments.only in c.name]
+        told = json.dumps(read_state(arguments.file) if first else {})
         state = json.loads(comm.agree(dict.fromkeys(comm.ranks, told.encode()))[0])
         name = "a CPU" if xp is np else xp.cuda.runtime.getDeviceProperties(0)["name"].decode()
         state.setdefault("machine", describe_machine(xp, name, " ".join(sys.argv)))
@@ -284,12 +313,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             if ranks.slowest(time.monotonic() - begin) > arguments.seconds:
                 break
             limit = 0.0 if xp is np else arguments.longest_seconds
-            done[cell.name] = asdict(cell) | measured(ranks, cell, limit)
+            done[cell.name] = asdict(cell) | measured(ranks, cell, limit, split=arguments.split)
             if first:
                 save(state, arguments.file)
                 figures = {k: v for k, v in done[cell.name].items() if k not in asdict(cell)}
                 print(cell.name, json.dumps(figures), flush=True)
     return 0 if all(c.name in done for c in wanted) else AGAIN
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What runs before have found."""
+    found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return found
 
 
 def save(state: dict[str, Any], path: Path) -> None:

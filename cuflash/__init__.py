@@ -1,4 +1,10 @@
-"""Exact, IO-aware attention on CuPy and NumPy arrays."""
+"""Exact, IO-aware attention on CuPy and NumPy arrays.
+
+``attention(q, k, v)`` is ``softmax(q k^T / sqrt(head_dim)) v`` without the matrix of scores, and
+``attention_vjp`` gives the gradient too. ``Options`` holds masks, windows, biases and all else that
+changes a score. ``reference`` defines every function in dense float64 NumPy. ``show_config()``
+prints versions and folders for a bug report.
+"""
 
 from cuflash import reference
 from cuflash._ahead import compile  # noqa: A004
@@ -22,7 +28,7 @@ for _public in (
 ):  # fmt: skip
     _public.__module__ = __name__  # pickles and errors name it, and modules inside can move
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionResult", "CompileError", "Gradients", "KVCache", "MaskMod", "Options", "Quantized",

@@ -59,6 +59,7 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "download_all_examples": False,
     "show_memory": False,
+    "capture_repr": (),  # what an example prints, not what its last line returns
     "show_signature": False,
     "min_reported_time": 1e9,  # the machine that builds is no benchmark
     "matplotlib_animations": False,

@@ -13,9 +13,9 @@
 //
 // Transposed scores make the rows of a warp its keys: both results then are sums over columns that
 // stay in the warp. Shared memory: k and v of the tile, two stages of q, dout and their rows'
-// statistics; a stage arrives while the other is computed with. Of float32 TF32 parts, in a pass of
-// one result those of one stage. For dk, q arrives while dp^T is computed, the next dout and its
-// statistics while the rest is; for dv, dout while s^T is, the next q while the rest is. (D37)
+// statistics; a stage arrives while the other is computed with. In float32 q and dout are TF32
+// parts, and a pass for dk or dv alone has one stage of them: for dk, q arrives during dp^T and the
+// next dout during the rest; for dv, dout arrives during s^T and the next q during the rest. (D37)
 #include "tile/matmul.cuh"
 #include "portable/dkv_rows.cuh"
 #include "portable/fully_masked_rows.cuh"

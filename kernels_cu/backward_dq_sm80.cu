@@ -11,8 +11,8 @@
 //     dq *= scale
 //
 // Shared memory: q and dout of the tile, two stages of k and v; a stage arrives while the other is
-// computed with. Of float32 one, in TF32 parts: k arrives while dp is computed, v of the next block
-// while s and dq are.
+// computed with. In float32 there is one stage, of TF32 parts: k arrives during dp, v of the next
+// block during s and dq.
 #include "tile/matmul.cuh"
 #include "portable/dq_rows.cuh"
 

@@ -17,8 +17,8 @@
 //
 // Each loads half of the columns of q and dout for both. What a tile adds to the sums
 // (sm90/dq_accum.cuh), and in which order tiles do, is as in backward_sm90.cu; each half of the
-// columns has turns of its own. Where they need no order, the tile of the first keys stores still,
-// and the others add as they come once it has: nothing needs zeros.
+// columns has turns of its own. Without an order the tile of the first keys still stores, and the
+// others add as they come once it has: sums need no zeros before.
 //
 //   barrier      arrivals a phase   what the end of a phase says
 //   keys_full    32 + bytes         k and v are there, and those columns of the other's k

@@ -1,9 +1,9 @@
 // How long the sequences of a cache become with new keys, and which pages they take.
 //
-//   mark pages that sequences name before their lengths: once, or more often
-//   each sequence, in order: count the pages that it needs: for new keys, and instead of one that
-//     is not full and that others name, or whose number is of no page
-//   the free pages, lowest number first, are those needed in this order; what finds none is dropped
+//   mark the pages that sequences have keys in, and those that several share
+//   for each sequence, in order: count the pages that it needs, for new keys and in place of one
+//     that is not full and that others share, or whose number is of no page
+//   deal out the free pages in this order, lowest number first; keys that find none are dropped
 //
 // One thread block; the host reads nothing, so that a captured graph can grow a cache. (D155)
 #include "schedule/scheduler.cuh"

@@ -8,9 +8,9 @@
 //       o = o exp(m - m') + dropout(p) v                      p is reused in registers
 //     out = o / l,  lse = m + log l                         a sink joins m and l here
 //
-// Shared memory: the q tile for the whole run; one k and one v buffer, or two stages. v of a block
-// arrives while q k^T is computed, k of the next block during p v. Of float32, their TF32 parts.
-// Of keys in pages, where the rows of two blocks lie.
+// Shared memory: the q tile for the whole run; one k and one v buffer, or two stages, in float32 as
+// TF32 parts. v of a block arrives while q k^T is computed, k of the next block during p v. Where
+// keys lie in pages, also the places of the rows of two blocks.
 #include "tile/matmul.cuh"
 #include "portable/forward_rows.cuh"
 

@@ -18,7 +18,7 @@ from setup_env import NVRTC_FOLDER
 from support import guards, nvrtc
 from support.problems import HOST_TILE
 
-pytest_plugins = ["gpu_report", "gpu_watchdog", "support.parts"]
+pytest_plugins = ["gpu_report", "gpu_watchdog", "support.parts", "support.rehearsal"]
 
 # Choose one with --hypothesis-profile=<name>; without it, the part that runs bounds the examples.
 settings.register_profile("dev", deadline=None)
@@ -63,8 +63,10 @@ def why_no_gpu() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run."""
+    rehearsed = config.getoption("--rehearse") is not None
     reasons = {
-        "gpu": why_no_gpu(),
+        "gpu": "" if rehearsed else why_no_gpu(),
+        "not_rehearsed": "there is no device" if rehearsed else "",
         "nvrtc": why_no_nvrtc(),
         "slow": "" if config.getoption("--slow") else "not asked for with --slow",
     }
@@ -90,6 +92,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def guard_bands(request: pytest.FixtureRequest):
     """Let every array that a GPU test allocates lie between guards, compared when it ends."""
     kept_out = any(map(request.node.get_closest_marker, ("alone", "own_memory")))
+    kept_out |= request.config.getoption("--rehearse") is not None  # nothing is written
     if request.node.get_closest_marker("gpu") is None or kept_out:
         yield
         return

@@ -17,7 +17,6 @@ from benchmarks.command import open_run
 from benchmarks.machine import META_KEYS
 from benchmarks.peers import IMPLEMENTATIONS
 from benchmarks.shapes import square
-from cuflash.testing import _families as families
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -102,7 +101,7 @@ def test_a_wrong_result_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tables_and_picture(result_file: Path, tmp_path: Path) -> None:
     result = json.loads(result_file.read_text())
     shown = accuracy.markdown(result)
-    for kind in (*families.FAMILIES, "normal, seqlen 128, head size 128"):
+    for kind in (*accuracy.FAMILIES, "normal, seqlen 128, head size 128"):
         assert shown.count(f"| {kind.replace('_', ' ')} | ") == 2, kind
     pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
     picture = tmp_path / "accuracy.png"

@@ -472,6 +472,7 @@ def test_tf32_permission_is_harmless_on_the_host() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.not_rehearsed
 def test_tf32_is_taken_on_a_gpu() -> None:
     """Rounding to 11 bits explains the error, of which float32 has but a thousandth."""
     import cupy

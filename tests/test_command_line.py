@@ -201,7 +201,7 @@ def test_help_names_results_that_are_committed(command):
         (f"bench --render {__file__}", "got no JSON, expected a result of bench"),
         ("bench --render none.json", "none.json"),
         ("plot speed none.json", "none.json"),
-        ("", "the following arguments are required: command"),
+        ("", "which kernel and tiles run for a call"),
     ],
 )
 def test_wrong_arguments_have_status_2_and_are_named(command, line, message):

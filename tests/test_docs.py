@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib.util
 import inspect
+import json
 import pkgutil
 import re
 import tomllib
@@ -175,18 +176,42 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_bytes()) <= 6_000
 
 
-def test_links_of_the_readme_work_where_it_is_shown():
-    """A package index shows it without files beside it: links are absolute, given a base.
-
-    Without an address of the repository in pyproject.toml they lead to files of the checkout.
-    """
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    base = project.get("urls", {}).get("Repository", "")
+def test_links_of_the_readme_lead_to_files():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     targets = re.findall(r"\]\(([^)\s]+)\)", text)
     assert len(targets) >= 6
     for target in targets:
-        assert target.startswith(base) if base else (ROOT / target).exists(), target
+        assert (ROOT / target).exists(), target
+
+
+def test_links_of_the_readme_work_on_a_package_index():
+    """It has no files: links lead to the repository's address, or without one are plain text."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for step in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text, changed = re.subn(step["pattern"], step["replacement"], text)
+        assert changed, step
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    base = project["project"].get("urls", {}).get("Repository")
+    assert len(targets) >= 6 if base else not targets
+    assert all(target.startswith(base) for target in targets)
+    assert "docs/tutorial.md" in text
+
+
+def test_each_number_of_the_readme_names_the_file_that_it_comes_from():
+    """tests/test_mutants.py makes the table anew; here: the file is committed, of that day."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text[text.index("<!-- numbers") : text.index("<!-- end of numbers")]
+    rows = table.splitlines()[3:]
+    assert len(rows) == 5
+    for row in rows:
+        device, day, file = re.search(
+            r"\[(\w+), ([\d-]+)\]\((benchmarks/results/.*?)\)", row
+        ).groups()
+        meta = json.loads((ROOT / file).with_suffix(".json").read_text(encoding="utf-8"))["meta"]
+        assert device in meta["device"]
+        assert meta["date"] == day
+        assert meta["commit"]
 
 
 def says(function: object, *texts: str) -> None:

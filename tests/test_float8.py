@@ -72,6 +72,17 @@ def test_the_result_has_the_dtype_of_its_destination(kind: Any, dtype: Any) -> N
     assert {g.dtype for g in grads} == {np.dtype(dtype)}
 
 
+def test_the_definition_of_a_gradient_is_that_of_dequantised_arrays() -> None:
+    q, k, v = (of_8_bits((2, 3, 40, 16), i) for i in range(3))
+    dout = of_8_bits((2, 3, 40, 16), 3, E5M2)
+    own = {"q_scale": 0.25, "k_scale": powers_of_two((3, 3, 1), 1), "v_scale": 2.0}
+    plain = [dequantized(a, s) for a, s in zip((q, k, v), own.values(), strict=True)]
+    wrt = ("q", "k", "v", "scale")
+    found = reference.attention_backward(dout, q, k, v, wrt=wrt, **own)
+    expected = reference.attention_backward(dout.astype(float), *plain, wrt=wrt)
+    assert all(bits(a) == bits(b) for a, b in zip(found, expected, strict=True))
+
+
 def test_keys_and_values_alone_may_have_8_bits() -> None:
     """As of a cache: they are read in the dtype of the queries."""
     q = of_8_bits((2, 4, 5, 16), 0).astype(np.float16)

@@ -427,6 +427,7 @@ def test_a_known_call_is_checked_no_less():
 
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
+@pytest.mark.not_rehearsed
 def test_a_known_gradient_has_the_bits_of_a_checked_one(monkeypatch, head_dim, options):
     """Given buffers are always checked; of two calls of one layout only addresses differ."""
     works = [Work(seed=seed, head_dim=head_dim, **options) for seed in range(3)]
@@ -739,6 +740,7 @@ def test_more_than_2_to_the_31_elements():
     ids=["float16", "float32", "tf32", "float64"],
 )  # fmt: skip
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (70, 10)}, {"enable_gqa": True}])
+@pytest.mark.not_rehearsed
 def test_many_runs_beside_a_busy_stream_give_the_same_bits(options, runs, kind):
     work = Work(seqlen=513, **kind, **options)
     if options.get("enable_gqa"):

@@ -317,6 +317,7 @@ ALLOWED_IMPORTS = {"numpy", "ml_dtypes", "cuflash", "cupy", "cupy_backends", "cu
 OPTIONAL_IMPORTS = {
     PEERS: {"torch", "flash_attn"},
     "benchmarks/accuracy.py": {"matplotlib", "support"},
+    "benchmarks/float8.py": {"support"},
     "benchmarks/method_pictures.py": {"matplotlib"},
     "benchmarks/sweep_pictures.py": {"matplotlib"},
     "benchmarks/points.py": {"torch", "pykeops"},

@@ -18,6 +18,7 @@ import pytest
 import cuflash
 from cuflash import reference
 from cuflash._problem.problem import describe
+from cuflash._results import Saved
 from cuflash.testing._budget import Budget
 from support import chosen, covering, problems
 from support.problems import Call, make_call
@@ -56,10 +57,11 @@ def results(
     problem = describe(q, k, v, options, precision=precision)
     out = full_of_nan(problem.out_shape, problem.dtype)
     lse = full_of_nan(problem.lse_shape, problem.lse_dtype)
-    run.forward(problem, q, k, v, options, out, lse)
+    run.forward(problem, (q, k, v), options, out, lse)
     gradients = {n: full_of_nan(call.array(n).shape, call.array(n).dtype) for n in call.wrt}
     dlse = None if call.dlse is None else on_device(call.dlse)
-    run.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients)
+    saved = Saved(dout, out, lse, dlse)
+    run.backward(problem, (q, k, v), options, saved, gradients)
     return (
         np.asarray(out), np.asarray(lse), {n: np.asarray(g) for n, g in gradients.items()}
     )  # fmt: skip
@@ -141,29 +143,47 @@ def test_workspaces_may_hold_anything(device: HostDevice) -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("device")
-def test_a_repeated_gradient_is_that_of_its_own_arrays() -> None:
+@pytest.mark.parametrize("with_arrays", [False, True])
+def test_a_repeated_call_is_that_of_its_own_arrays(with_arrays: bool) -> None:
     shapes = (2, 4, 70, 24), (2, 2, 90, 24), (2, 2, 90, 40)
-    options = cuflash.Options(causal=True, enable_gqa=True)
     repeats: list[Any] = []
+    repeats_of_forward: list[Any] = []
     for seed in (0, 1):
+        rng = np.random.default_rng(seed)
+        own: dict[str, Any] = {}
+        if with_arrays:
+            ids = np.sort(rng.integers(0, 3, (2, 1, 90)))
+            own = {
+                "bias": rng.standard_normal((4, 70, 90)).astype(np.float32),
+                "sink": rng.standard_normal(4).astype(np.float16),
+                "segment_ids": (ids[..., :70].copy(), ids),
+            }
+        options = options_on_device(cuflash.Options(causal=True, enable_gqa=True, **own))
+        of_options = [array.data.ptr for array in options.arrays.values()]
         call = make_call("normal", seed, np.float16, *shapes, options={"enable_gqa": True})
-        _, q, k, v = given = [on_device(call.array(name)) for name in ("dout", "q", "k", "v")]
+        dout, q, k, v = (on_device(call.array(name)) for name in ("dout", "q", "k", "v"))
         problem = describe(q, k, v, options)
         out = full_of_nan(problem.out_shape, problem.dtype)
         lse = full_of_nan(problem.lse_shape, problem.lse_dtype)
-        run.forward(problem, q, k, v, options, out, lse)
-        gradients = {name: full_of_nan(call.array(name).shape, problem.dtype) for name in "qkv"}
-        backward = (problem, *given, out, lse, None, options, gradients)
-        plan = run.backward(*backward)
+        plan = run.forward(problem, (q, k, v), options, out, lse)
         assert plan is not None
-        repeats.append(run.repeated_backward(plan, problem, q, k, v, given[0], out, lse))
-        again = repeats[0](*(a.data.ptr for a in (q, k, v, given[0], out, lse)))
+        repeats_of_forward.append(run.repeated_forward(plan, problem, q, options, lse))
+        same = repeats_of_forward[0](*(a.data.ptr for a in (q, k, v)), *of_options)
+        assert [a.tobytes() for a in same] == [out.tobytes(), lse.tobytes()], seed
+        gradients = {name: full_of_nan(call.array(name).shape, problem.dtype) for name in "qkv"}
+        saved = Saved(dout, out, lse)
+        plan = run.backward(problem, (q, k, v), options, saved, gradients)
+        assert plan is not None
+        repeats.append(run.repeated_backward(plan, problem, (q, k, v), options, saved))
+        again = repeats[0](*(a.data.ptr for a in (q, k, v, dout, out, lse)), *of_options)
         for name, gradient in gradients.items():
             assert getattr(again, f"d{name}").tobytes() == gradient.tobytes(), (seed, name)
-    in_double = run.backward(problem, given[0].astype(np.float64), *backward[2:])
-    assert in_double is None  # another dout than the caller's was read
+    in_double = saved._replace(dout=dout.astype(np.float64))
+    plan_of_others = run.backward(problem, (q, k, v), options, in_double, gradients)
+    assert plan_of_others is None  # another dout than the caller's was read
     off = on_device(np.zeros(out.nbytes + 2, np.uint8)[2:].view(out.dtype).reshape(out.shape))
-    assert run.repeated_backward(plan, problem, q, k, v, off, out, lse) is None
+    off_its_place = saved._replace(dout=off)
+    assert run.repeated_backward(plan, problem, (q, k, v), options, off_its_place) is None
 
 
 @pytest.mark.full
@@ -278,10 +298,11 @@ def test_packed_sequences(kind: str) -> None:
         problem = describe_packed(q, k, v, options, packed, axes=None, precision=None)
         out = on_device(np.zeros(problem.out_shape, problem.dtype))
         lse = on_device(np.full(problem.lse_shape, -np.inf, np.float32))
-        run.forward(problem, q, k, v, options, out, lse, cu_seqlens=packed)
+        run.forward(problem, (q, k, v), options, out, lse, cu_seqlens=packed)
         inputs = {"q": q, "k": k, "v": v, "scale": np.zeros(()), **options.arrays}
         gradients = {n: on_device(np.zeros_like(inputs[n])) for n in wrt}
-        run.backward(problem, dout, q, k, v, out, lse, None, options, gradients, cu_seqlens=packed)
+        saved = Saved(dout, out, lse)
+        run.backward(problem, (q, k, v), options, saved, gradients, cu_seqlens=packed)
         plain = {n: np.asarray(g) for n, g in gradients.items()}
         assert all(math.prod(g.shape) for g in plain.values())
         return np.asarray(out), np.asarray(lse), plain

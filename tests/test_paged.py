@@ -31,7 +31,9 @@ class Paged:
         self.k_pages = rng.standard_normal((pages, HEADS_KV, size, d)).astype(dtype)
         self.v_pages = rng.standard_normal((pages, HEADS_KV, size, d - 1)).astype(dtype)
         self.table = rng.integers(0, pages, (self.sequences, columns)).astype(np.int32)
-        self.lengths = rng.integers(0, columns * size + 1, self.sequences)
+        # Of sequences behind each other with one length the CPU path makes one call.
+        kinds = rng.integers(0, columns * size + 1, self.sequences)
+        self.lengths = kinds[rng.integers(0, 2, self.sequences)]
 
     def in_order(self, pages: np.ndarray) -> np.ndarray:
         """The keys of each sequence, page by page."""

@@ -34,7 +34,7 @@ def device(tmp_path: Any) -> Iterator[HostDevice]:
 def forward(problem: Problem, q: Any, k: Any, v: Any, options: Any, **more: Any) -> list[bytes]:
     out = on_device(np.full(problem.out_shape, np.nan, problem.dtype))
     lse = on_device(np.full(problem.lse_shape, np.nan, problem.lse_dtype))
-    run.forward(problem, q, k, v, options, out, lse, **more)
+    run.forward(problem, (q, k, v), options, out, lse, **more)
     return [out.tobytes(), lse.tobytes()]
 
 

@@ -11,7 +11,7 @@ import draw_pictures
 import numpy as np
 import pytest
 
-from benchmarks import io_grid, shapes
+from benchmarks import float8, io_grid, shapes
 from cuflash import _cli, tuning
 from support.simulated_sweep import DEVICE, WORK, space_of
 
@@ -163,7 +163,7 @@ def test_levels_of_memory_that_are_one_share_a_line_and_its_name():
 
 
 def test_pictures_of_the_method_show_the_committed_counts():
-    figures = draw_pictures.of_the_method()
+    figures = draw_pictures.figures()
     traffic, intensity, memory = figures["costs"].axes[1:]
     marks = {axes: [line for line in axes.lines if line.get_marker() != "None"]
              for axes in (traffic, intensity, memory)}  # fmt: skip
@@ -174,6 +174,18 @@ def test_pictures_of_the_method_show_the_committed_counts():
     assert unfused > 50 * ours  # 16,384 positions
     (ends,) = (text.get_text() for text in memory.texts if "24 GB" in text.get_text())
     assert ends == "24 GB: unfused ends at 10,990"
+
+
+def test_errors_of_8_bits_are_drawn_by_method():
+    axes = draw_pictures.figures()["float8"].axes[0]
+    by_family = {line.get_label(): line.get_xdata() for line in axes.lines}
+    methods = [text.get_text() for text in axes.get_yticklabels()]
+    assert methods == list(float8.METHODS)
+    assert len(by_family) == 5
+    normal, outliers = by_family["normal"], by_family["outliers"]
+    assert normal[0] < normal[1] / 10  # bfloat16 and 8 bits
+    assert outliers[2] < outliers[1] / 1.2  # rotated or not
+    assert by_family["uniform"][5] > 5 * by_family["uniform"][3]  # one sum in tensor cores or two
 
 
 def test_movement_shows_the_model_and_the_counters(monkeypatch):

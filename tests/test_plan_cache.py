@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import Options
+from cuflash import MaskMod, Options
 from cuflash._launch import plan_cache
 
 
@@ -112,12 +112,41 @@ def test_a_gradient_is_known_by_all_its_arrays(which):
     ("options", "expected"),
     [
         (Options(causal=True, kv_lengths=3), True),
-        (Options(mask=np.ones((8, 8), bool)), False),
         (Options(dropout=0.5, seed=0), False),
+        (Options(mask_mod=MaskMod("q > k", host=lambda b, h, q, k: q > k)), False),
     ],
 )
-def test_calls_with_score_arrays_stay_unknown(options, expected):
+def test_calls_that_draw_or_ask_a_formula_stay_unknown(options, expected):
     assert plan_cache.may_be_known(options) is expected
+
+
+def with_mask(mask: object, **plain: object) -> Options:
+    """Options with an array on a GPU, as the library sees one."""
+    options = Options(mask=np.ones((8, 8), bool), **plain)
+    object.__setattr__(options, "arrays", {"mask": mask})
+    return options
+
+
+@pytest.mark.usefixtures("known")
+def test_arrays_of_options_are_known_by_their_layouts_and_read_where_they_lie():
+    first, at = (Array(),) * 3, lambda *place: replace(Array(), data=Place(*place))
+    plan_cache.remember(lambda *addresses: addresses, with_mask(at(256)), True, first)
+    assert plan_cache.recall(with_mask(at(512)), True, first) == (4096, 4096, 4096, 512)
+    for mask in (at(520), at(512, 1), OtherArray(), np.ones((8, 8), bool)):
+        assert plan_cache.recall(with_mask(mask), True, first) is None
+    for options in (Options(), with_mask(at(512), causal=True), with_mask(at(512), seed=1)):
+        assert plan_cache.recall(options, True, first) is None
+    assert plan_cache.recall(with_mask(at(512)), True, first, first) is None
+    assert not any(isinstance(part, Options) for key in plan_cache._plans for part in key)
+
+
+@pytest.mark.usefixtures("known")
+def test_calls_with_arrays_and_a_seed_are_not_remembered():
+    count = len(plan_cache._plans)
+    for plain in ({"dropout": 0.5, "seed": 1}, {"mask_mod": MaskMod("q > k", host=max)}):
+        plan_cache.remember(lambda *_: 1, with_mask(Array(), **plain), True, (Array(),) * 3)
+    plan_cache.remember(lambda *_: 1, with_mask(np.ones((8, 8), bool)), True, (Array(),) * 3)
+    assert len(plan_cache._plans) == count
 
 
 @pytest.mark.usefixtures("known")
@@ -146,3 +175,43 @@ def test_a_plan_is_found_by_values_not_identities():
         assert len(launched) == 3
         with cuflash.tuning.use(None):
             assert not plan_cache._plans, "another table of tiles chooses anew"
+
+
+@pytest.mark.parametrize("own", ["bias", "sink", "segment_ids"])
+def test_a_known_call_launches_on_the_arrays_that_it_is_given(own, monkeypatch):
+    """Of its options too: the same kernels and pointers as a call that is checked."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cuflash._api import attention
+    from cuflash._launch.kernel_launcher import KernelLauncher
+    from support.recorded_launches import recorded_launches
+
+    pointers = []
+    run = KernelLauncher.run
+
+    def noted(self, given, *rest):
+        names = dict(zip(self.names, given, strict=False))
+        pointers.append({n: at for n, at in names.items() if n in ("q", "dout") or own in n})
+        run(self, given, *rest)
+
+    monkeypatch.setattr(KernelLauncher, "run", noted)
+    with recorded_launches() as (library, launched):
+        made = {
+            "bias": lambda: library.asarray(np.zeros((8, 8), np.float16)),
+            "sink": lambda: library.asarray(np.zeros(3, np.float32)),
+            "segment_ids": lambda: (library.asarray(np.zeros(8, np.int32)),) * 2,
+        }[own]
+        options = [Options(**{own: made()}) for _ in range(2)]
+        q, dout = (library.asarray(np.zeros((2, 3, 8, 16), np.float16)) for _ in range(2))
+        found = []
+        for known in (False, True):
+            for given in options:
+                if not known:
+                    plan_cache.forget()
+                pointers.clear()
+                launched.clear()
+                lse = cuflash.attention(q, q, q, options=given, return_lse=True).lse
+                cuflash.attention_backward(dout, q, q, q, dout, lse, options=given)
+                found.append(([*pointers], [*launched]))
+            monkeypatch.setattr(attention, "describe", None)  # nothing is checked from here on
+    assert found[0][0] != found[1][0], "the arrays of the options lie elsewhere"
+    assert found[2:] == found[:2]

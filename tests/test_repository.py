@@ -72,7 +72,7 @@ def test_every_hint_names_an_extra():
 
 @pytest.mark.full
 def test_the_sdist_has_the_sources_and_not_what_was_measured(tmp_path):
-    pytest.importorskip("hatchling", reason="hatchling, which builds the sdist, is not installed")
+    pytest.importorskip("hatch_fancy_pypi_readme", reason="what builds the sdist is not installed")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (archive,) = tmp_path.glob("cuflash-*.tar.gz")

@@ -16,6 +16,7 @@ import pytest
 import cuflash
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import describe
+from cuflash._results import Saved
 from cuflash.testing._budget import Budget
 from support.memory import Placement
 from support.problems import DTYPES, Call, Results, make_call, packed, run, unpacked
@@ -130,17 +131,18 @@ def by_kernels_on_the_host(
             (problem.out_shape, problem.dtype), (problem.lse_shape, problem.lse_dtype)
         )
     )  # fmt: skip
-    launch_run.forward(problem, q, k, v, options, out, own_lse, cu_seqlens=ends)
-    saved = (
+    launch_run.forward(problem, (q, k, v), options, out, own_lse, cu_seqlens=ends)
+    saved = Saved(
+        dout,
         out if saved_out is None else on_device(saved_out),
         own_lse if lse is None else on_device(lse),
+        None if call.dlse is None else on_device(call.dlse),
     )
     gradients = {
         n: on_device(np.full(call.array(n).shape, 0 if ends else np.nan, call.array(n).dtype))
         for n in call.wrt
     }
-    dlse = None if call.dlse is None else on_device(call.dlse)
-    launch_run.backward(problem, dout, q, k, v, *saved, dlse, options, gradients, cu_seqlens=ends)
+    launch_run.backward(problem, (q, k, v), options, saved, gradients, cu_seqlens=ends)
     plain = {name: np.asarray(gradient) for name, gradient in gradients.items()}
     return Results(np.asarray(out), np.asarray(own_lse), plain)
 

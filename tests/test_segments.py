@@ -15,6 +15,7 @@ import pytest
 
 import cuflash
 from cuflash._problem.problem import describe
+from cuflash._results import Saved
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -96,9 +97,10 @@ def test_segments_have_the_bits_of_a_mask_and_less_to_copy(kind: str, tmp_path: 
                 on_device(np.empty(q.shape[:-1], np.float32)),
             )
             before = device.copied_bytes
-            run.forward(problem, q, k, v, options, out, lse)
+            run.forward(problem, (q, k, v), options, out, lse)
             gradients = {n: on_device(np.empty_like(arrays[n])) for n in ("q", "k", "v")}
-            run.backward(problem, dout, q, k, v, out, lse, None, options, gradients)
+            saved = Saved(dout, out, lse)
+            run.backward(problem, (q, k, v), options, saved, gradients)
             found[name] = ([out, lse, *gradients.values()], device.copied_bytes - before)
     for name in ("mask", "wide mask"):
         for by_segments, by_mask in zip(found["segments"][0], found[name][0], strict=True):

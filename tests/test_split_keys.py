@@ -44,7 +44,7 @@ def forward(call: Call, options: cuflash.Options) -> tuple[np.ndarray, np.ndarra
     problem = describe(q, k, v, options)
     out = on_device(np.full(problem.out_shape, np.nan, problem.dtype))
     lse = on_device(np.full(problem.lse_shape, np.nan, problem.lse_dtype))
-    run.forward(problem, q, k, v, options, out, lse)
+    run.forward(problem, (q, k, v), options, out, lse)
     return np.asarray(out), np.asarray(lse)
 
 
@@ -129,11 +129,11 @@ def test_packed_sequences_are_split_by_their_own_lengths(device: HostDevice, kin
         )
         packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(on_device, ends), strict=True))
         options = options_on_device(cuflash.Options(**given))
-        arrays = [on_device(x) for x in (q, k, v)]
+        arrays = on_device(q), on_device(k), on_device(v)
         problem = describe_packed(*arrays, options, packed, axes=None, precision=None)
         out = on_device(np.full(problem.out_shape, np.nan, problem.dtype))
         lse = on_device(np.full(problem.lse_shape, np.nan, problem.lse_dtype))
-        run.forward(problem, *arrays, options, out, lse, cu_seqlens=packed)
+        run.forward(problem, arrays, options, out, lse, cu_seqlens=packed)
         return np.asarray(out), np.asarray(lse)
 
     out, lse = attend(0, 5)
@@ -236,7 +236,7 @@ def test_a_workspace_has_room_for_every_part(
     parts = 4  # of at least 256 keys
     assert size == 128 + 4 * parts * rows * (24 + 1)
     out = on_device(np.zeros(problem.out_shape, problem.dtype))
-    given = problem, q, k, k, cuflash.Options(), out, None
+    given = problem, (q, k, k), cuflash.Options(), out, None
     with pytest.raises(ValueError, match=f"workspace: got {size - 1} bytes .* at least {size}"):
         run.forward(*given, workspace=on_device(np.zeros(size - 1, np.uint8)))
     assert not device.launched

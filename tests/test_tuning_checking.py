@@ -273,6 +273,7 @@ def test_bits_are_compared_where_they_are_promised(monkeypatch, deterministic):
 
 
 @pytest.mark.gpu
+@pytest.mark.not_rehearsed
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "heads_kv", "softcap", "number"),
     [
@@ -313,6 +314,7 @@ def test_kernels_are_swept_on_the_device(
 
 
 @pytest.mark.gpu
+@pytest.mark.not_rehearsed
 def test_logsumexp_takes_what_a_sweep_of_it_finds(tmp_path):
     import cupy
 
@@ -334,6 +336,7 @@ def test_logsumexp_takes_what_a_sweep_of_it_finds(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.not_rehearsed
 @pytest.mark.parametrize("kernel", ["forward_sm80", "backward_dkv_sm80", "backward_dq_sm80"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_a_kernel_that_another_replaced_is_swept_on_the_device(tmp_path, dtype, kernel):
@@ -347,6 +350,7 @@ def test_a_kernel_that_another_replaced_is_swept_on_the_device(tmp_path, dtype, 
 
 
 @pytest.mark.gpu
+@pytest.mark.not_rehearsed
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_gradient_in_any_order_is_swept_on_the_device(tmp_path, head_dim):
     sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "heads_kv": 4, "deterministic": False}
@@ -360,6 +364,7 @@ def test_a_gradient_in_any_order_is_swept_on_the_device(tmp_path, head_dim):
 
 
 @pytest.mark.gpu
+@pytest.mark.not_rehearsed
 def test_calls_that_need_room_are_swept_on_the_device(tmp_path):
     """Short calls are captured in a graph, where nothing can be allocated."""
     work = replace(WORK, seqlen_q=300, seqlen_k=300, arrays=("bias", "segment_ids"), dropout=0.25)

@@ -50,8 +50,8 @@ def test_widths_are_those_that_can_be_multiplied():
 
 def test_texts_of_products_number_their_registers():
     text = (kernels_dir() / "ptx" / "wgmma_products.cuh").read_text()
-    text += (kernels_dir() / "ptx" / "wgmma_tf32.cuh").read_text()
-    for numbers in re.findall(r"^CUFLASH_PTX_WGMMA_\w+\((.*)\)", text, re.M):
+    text += (kernels_dir() / "ptx" / "wgmma_k_major.cuh").read_text()
+    for numbers in re.findall(r"^CUFLASH_PTX_WGMMA_\w+\((?:wgmma.*?\", )?(\d.*)\)", text, re.M):
         columns, registers, *others = map(int, numbers.split(","))
         assert columns == 2 * registers
         assert others == list(range(registers, registers + len(others)))

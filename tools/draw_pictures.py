@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import method_pictures, sweep_pictures  # noqa: E402
+from benchmarks import float8, method_pictures, sweep_pictures  # noqa: E402
 from cuflash import _cli  # noqa: E402
 
 RESULTS, SWEEPS = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "sweeps"
@@ -46,8 +46,8 @@ def pictures() -> dict[str, list[str]]:
     }
 
 
-def of_the_method() -> dict[str, sweep_pictures.Figure]:
-    """Figures of docs/method.md."""
+def figures() -> dict[str, sweep_pictures.Figure]:
+    """Figures of docs/method.md and docs/accuracy.md."""
     moved, held = (
         json.loads(Path(newest(f"h100-{topic}-*.json")).read_text())
         for topic in ("io", "allocations")
@@ -55,6 +55,7 @@ def of_the_method() -> dict[str, sweep_pictures.Figure]:
     return {
         "tiling": method_pictures.tiling(),
         "costs": method_pictures.costs(moved, held),
+        "float8": float8.picture(json.loads(Path(newest("cpu-float8-*.json")).read_text())),
     }
 
 
@@ -63,9 +64,9 @@ def draw(folder: Path) -> None:
     for name, arguments in pictures().items():
         if status := _cli.main(["plot", *arguments, "--out", str(folder / name)]):
             raise SystemExit(status)
-    for name, figure in (method := of_the_method()).items():
+    for name, figure in (drawn := figures()).items():
         sweep_pictures.save(figure, folder / name)
-    for name in (*pictures(), *method):
+    for name in (*pictures(), *drawn):
         (folder / f"{name}.png").unlink(missing_ok=True)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import float8  # noqa: E402
 from benchmarks.accuracy import markdown as errors  # noqa: E402
 from benchmarks.machine import short_commit  # noqa: E402
 from benchmarks.option_costs import CHANGES, PLAIN  # noqa: E402
@@ -100,7 +101,7 @@ def numbers() -> str:
     """Five figures for somebody who has two minutes, the unfavourable ones included."""
     table = [("measured", "result")]
     for pass_, name in (("fwd", "forward"), ("bwd", "gradient")):
-        result, _ = newest(TOPICS[pass_])
+        result, path = newest(TOPICS[pass_])
         rows = [row for row in result["rows"] if is_training(row) and row["pass"] == pass_]
         ratios: dict[int, list[float]] = {}
         for (d, *_), cell in sorted(by_cell(rows, "head_dim", "causal", "seqlen_q").items()):
@@ -111,22 +112,23 @@ def numbers() -> str:
         most = max(row["tflops"] for row in rows if row["impl"] == "cuflash")
         table.append(
             (
-                f"{name}, bfloat16, head sizes {', '.join(map(str, ratios))} ({dated(result)})",
+                f"{name}, bfloat16, head sizes {', '.join(map(str, ratios))} "
+                f"({dated(result, path)})",
                 f"up to {most:.0f} TFLOP/s; {means} times the speed of the fastest of cuDNN, "
                 f"FlashAttention-2 and -4; slower in {sum(r < 1 for r in every)} of {len(every)} "
                 "cells",
             )
         )
-    result, _ = newest("naive")
+    result, path = newest("naive")
     (slower, larger), (slower_bwd, larger_bwd) = naive_factors(result).values()
     table.append(
         (
-            f"dense attention in CuPy, float16 ({dated(result)})",
+            f"dense attention in CuPy, float16 ({dated(result, path)})",
             f"forward {slower}, gradient {slower_bwd} times as slow; {larger} and {larger_bwd} "
             "times as much memory",
         )
     )
-    result, _ = newest("accuracy")
+    result, path = newest("accuracy")
     errors = {
         (row["impl"], row["dtype"]): row["out"]
         for row in result["rows"]
@@ -136,12 +138,12 @@ def numbers() -> str:
         f"{dtype} {errors['cuflash', dtype]:.1e} (dense {errors['naive', dtype]:.1e})"
         for dtype in ("float64", "float32", "bfloat16")
     )
-    table.append((f"relative error of the output, normal inputs ({dated(result)})", shown))
-    result, _ = newest("overhead")
+    table.append((f"relative error of the output, normal inputs ({dated(result, path)})", shown))
+    result, path = newest("overhead")
     ms = {row["options"]: row["ms"] for row in result["rows"] if row["pass"] == "fwd"}
     table.append(
         (
-            f"one call, beside its kernel ({dated(result)})",
+            f"one call, beside its kernel ({dated(result, path)})",
             f"{1e3 * ms['known arrays']:.0f} us; the first ever compiles for "
             f"{ms['cold'] / 1e3:.1f} s, the first of a later process takes "
             f"{ms['warm from disk']:.0f} ms",
@@ -150,10 +152,11 @@ def numbers() -> str:
     return "\n".join(grid(*table))
 
 
-def dated(result: dict[str, Any]) -> str:
-    """The device and the day of a result, in few words."""
-    meta = result["meta"]
-    return f"{' '.join(meta['device'].split()[1:2])}, {meta['date']}"
+def dated(result: dict[str, Any], path: Path) -> str:
+    """The device and the day of a result, in few words, as a link to its rows."""
+    meta, shown = result["meta"], path.with_suffix(".md")
+    file = (shown if shown.exists() else path).relative_to(ROOT).as_posix()
+    return f"[{meta['device'].split()[1]}, {meta['date']}]({file})"
 
 
 def speed() -> str:
@@ -354,6 +357,12 @@ def accuracy() -> str:
     return "\n\n".join(map(errors, (json.loads(p.read_text("utf-8")) for p in last.values())))
 
 
+def float8_errors() -> str:
+    """Errors of 8-bit operands, of the newest committed run."""
+    last = sorted(RESULTS.glob("cpu-float8-*.json"))[-1]
+    return float8.markdown(json.loads(last.read_text("utf-8")))
+
+
 def mistakes() -> str:
     """How many mistakes in the kernels the GPU tests noticed, and which they did not, and why."""
     said = json.loads(MISTAKES.read_text(encoding="utf-8"))
@@ -382,7 +391,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "costs": costs,
         "waiting": waiting,
     },
-    "docs/accuracy.md": {"accuracy": accuracy},
+    "docs/accuracy.md": {"accuracy": accuracy, "float8": float8_errors},
     "docs/backward-sm90.md": {"gradient": gradient},
     "docs/mistakes.md": {"mistakes": mistakes},
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -47,6 +47,18 @@ class PagedKeywords(SharedKeywords, total=False):
 
 class CallKeywords(VjpKeywords, PagedKeywords, total=False):
     """The same of a call that takes all of them."""
+
+
+class Keywords(NamedTuple):
+    """The keywords of a forward that are no score options, as they came."""
+
+    axes: Any
+    precision: str | None
+    deterministic: bool
+    return_lse: bool
+    out: Any
+    workspace: Array | None
+    config: Any
 
 
 def answering(function: Callable[P, R]) -> Callable[P, R]:

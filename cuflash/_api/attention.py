@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 
 from cuflash._api import arguments, float8
-from cuflash._api.arguments import QKV, CallKeywords, VjpKeywords
+from cuflash._api.arguments import QKV, CallKeywords, Keywords, VjpKeywords
 from cuflash._api.dispatch import launch, run_backward, run_forward
 from cuflash._arrays import Array, NativeT, on_device_of
 from cuflash._launch.plan_cache import may_be_known, recall, remember
@@ -20,37 +20,20 @@ from cuflash._select import override
 
 @overload
 def attention(
-    q: NativeT,
-    k: NativeT,
-    v: NativeT,
-    /,
-    *,
-    return_lse: Literal[False] = ...,
-    out: Array | None = ...,
-    **others: Unpack[CallKeywords],
-) -> NativeT: ...
+    q: NativeT, k: NativeT, v: NativeT, /, *,
+    return_lse: Literal[False] = ..., out: Array | None = ..., **others: Unpack[CallKeywords],
+) -> NativeT: ...  # fmt: skip
 @overload
 def attention(
-    q: NativeT,
-    k: NativeT,
-    v: NativeT,
-    /,
-    *,
-    return_lse: Literal[True],
-    out: tuple[Array, Array] | None = ...,
+    q: NativeT, k: NativeT, v: NativeT, /, *,
+    return_lse: Literal[True], out: tuple[Array, Array] | None = ...,
     **others: Unpack[CallKeywords],
-) -> AttentionResult[NativeT]: ...
+) -> AttentionResult[NativeT]: ...  # fmt: skip
 @overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    /,
-    *,
-    return_lse: bool = ...,
-    out: Any = ...,
-    **others: Unpack[CallKeywords],
-) -> Any: ...
+    q: Array, k: Array, v: Array, /, *,
+    return_lse: bool = ..., out: Any = ..., **others: Unpack[CallKeywords],
+) -> Any: ...  # fmt: skip
 @arguments.answering
 def attention(
     q: Array,
@@ -73,8 +56,8 @@ def attention(
     Parameters
     ----------
     q : array, batch + (m, d)
-        Queries; float16, bfloat16, float32 or float64. Any strides. NumPy or CuPy arrays, or
-        tensors that DLPack hands out, which are not copied.
+        Queries; float16, bfloat16, float32 or float64, or 8-bit floats: see :func:`quantize`. Any
+        strides. NumPy or CuPy arrays, or tensors that DLPack hands out, which are not copied.
     k : array, batch + (n, d)
         Keys.
     v : array, batch + (n, d_v)
@@ -93,8 +76,8 @@ def attention(
     return_lse : bool
         Return :class:`AttentionResult` instead of the output alone.
     out : array, or (out, lse) with ``return_lse``, optional
-        Where to write: the exact shape, in the result's dtype, or float32 for 16-bit inputs; any
-        strides without overlap.
+        Where to write: the exact shape, in the result's dtype, or float32 for 16-bit inputs, or any
+        of float16, bfloat16 and float32 for 8-bit inputs; any strides without overlap.
     workspace : uint8 array, optional
         Scratch memory of at least :func:`workspace_size` bytes. A call that a CUDA graph captures
         needs it, ``out``, and arrays of one dtype: otherwise a RuntimeError says so.
@@ -106,8 +89,8 @@ def attention(
     Returns
     -------
     out : array, batch + (m, d_v)
-        In the dtype of the inputs. A query that sees no key gives 0, and so do rows beyond
-        ``q_lengths``.
+        In the dtype of the inputs; bfloat16 where all have 8 bits and ``out`` says nothing else. A
+        query that sees no key gives 0, and so do rows beyond ``q_lengths``.
     lse : array, batch + (m,)
         Only with ``return_lse``: natural logarithm of the sum of exp of the scores, float32
         (float64 for float64). For a query that sees no key -inf, or the sink; -inf in rows beyond
@@ -158,30 +141,18 @@ def attention(
     plain = out is axes is precision is workspace is config is None and deterministic is True
     if plain and (known := recall(chosen, return_lse, (q, k, v))) is not None:
         return known
-    how: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
-    how |= {"return_lse": return_lse, "out": out, "workspace": workspace, "config": config}
+    given = Keywords(axes, precision, deterministic, return_lse, out, workspace, config)
     with on_device_of(q):
         if float8.among(chosen, q, k, v):
-            return float8.forward(_attention, q, k, v, chosen, **how)
-        return _attention(q, k, v, chosen, plain=plain, **how)
+            return float8.forward(_attention, q, k, v, chosen, given)
+        return _attention(q, k, v, chosen, given, plain=plain)
 
 
 def _attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    chosen: Options,
-    *,
-    axes: Any,
-    precision: str | None,
-    deterministic: bool,
-    return_lse: bool,
-    out: Any,
-    workspace: Array | None,
-    config: Any,
-    plain: bool = False,
+    q: Array, k: Array, v: Array, chosen: Options, keywords: Keywords, *, plain: bool = False
 ) -> Any:
     """Check and run one call; a ``plain`` one is known from then on."""
+    axes, precision, deterministic, return_lse, out, workspace, config = keywords
     xp, given, qkv = arguments.operands(q, k, v)
     arguments.check_common(qkv[0], deterministic, workspace, config)
     config = override.of_forward(config)
@@ -192,40 +163,22 @@ def _attention(
     out, lse = arguments.results(xp, pair, problem, inputs, with_lse=with_lse)
     plan = run_forward(problem, qkv, chosen, out, lse, workspace=workspace, config=config)
     if plain and plan is not None and may_be_known(chosen):
-        repeat = launch().repeated_forward(plan, problem, qkv[0], lse)
+        repeat = launch().repeated_forward(plan, problem, qkv[0], chosen, lse)
         remember(repeat, chosen, return_lse, qkv)
     return AttentionResult(out, lse) if return_lse else out
 
 
 @overload
 def attention_backward(
-    dout: Array,
-    q: NativeT,
-    k: NativeT,
-    v: NativeT,
-    out: Array,
-    lse: Array,
-    /,
-    *,
-    dlse: Array | None = ...,
-    grads_out: Gradients | None = ...,
-    **others: Unpack[CallKeywords],
-) -> Gradients[NativeT, None]: ...
+    dout: Array, q: NativeT, k: NativeT, v: NativeT, out: Array, lse: Array, /, *,
+    dlse: Array | None = ..., grads_out: Gradients | None = ..., **others: Unpack[CallKeywords],
+) -> Gradients[NativeT, None]: ...  # fmt: skip
 @overload
 def attention_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    /,
-    *,
-    dlse: Array | None = ...,
-    wrt: tuple[str, ...] = ...,
-    grads_out: Gradients | None = ...,
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, /, *,
+    dlse: Array | None = ..., wrt: tuple[str, ...] = ..., grads_out: Gradients | None = ...,
     **others: Unpack[CallKeywords],
-) -> Gradients: ...
+) -> Gradients: ...  # fmt: skip
 @arguments.answering
 def attention_backward(
     dout: Array,
@@ -285,7 +238,8 @@ def attention_backward(
     -------
     Gradients
         Each with exactly the shape and dtype of its input: summed over broadcast axes and over
-        the query heads that share a key/value head.
+        the query heads that share a key/value head. Of an 8-bit input it is with respect to the
+        dequantised array (elements times their scale), in the dtype of ``out``.
 
     Raises
     ------
@@ -341,7 +295,7 @@ def attention_backward(
         )  # fmt: skip
         unpromoted = all(a is b for a, b in zip(given.values(), qkv, strict=True))
         if plain and plan is not None and unpromoted and may_be_known(chosen):
-            repeat = launch().repeated_backward(plan, problem, *qkv, *saved[:3])
+            repeat = launch().repeated_backward(plan, problem, qkv, chosen, saved)
             if repeat is not None:
                 remember(repeat, chosen, deterministic, qkv, saved[:3])
         return arguments.by_field(gradients, wrt)
@@ -349,34 +303,19 @@ def attention_backward(
 
 @overload
 def attention_vjp(
-    q: NativeT,
-    k: NativeT,
-    v: NativeT,
-    /,
-    *,
-    return_lse: Literal[False] = ...,
-    **others: Unpack[VjpKeywords],
-) -> tuple[NativeT, Pullback[NativeT]]: ...
+    q: NativeT, k: NativeT, v: NativeT, /, *,
+    return_lse: Literal[False] = ..., **others: Unpack[VjpKeywords],
+) -> tuple[NativeT, Pullback[NativeT]]: ...  # fmt: skip
 @overload
 def attention_vjp(
-    q: NativeT,
-    k: NativeT,
-    v: NativeT,
-    /,
-    *,
-    return_lse: Literal[True],
-    **others: Unpack[VjpKeywords],
-) -> tuple[AttentionResult[NativeT], Pullback[NativeT]]: ...
+    q: NativeT, k: NativeT, v: NativeT, /, *,
+    return_lse: Literal[True], **others: Unpack[VjpKeywords],
+) -> tuple[AttentionResult[NativeT], Pullback[NativeT]]: ...  # fmt: skip
 @overload
 def attention_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
-    /,
-    *,
-    return_lse: bool = ...,
-    **others: Unpack[VjpKeywords],
-) -> tuple[Any, Pullback]: ...
+    q: Array, k: Array, v: Array, /, *,
+    return_lse: bool = ..., **others: Unpack[VjpKeywords],
+) -> tuple[Any, Pullback]: ...  # fmt: skip
 @arguments.answering
 def attention_vjp(
     q: Array,

@@ -40,7 +40,7 @@ def run_forward(
         return None
     if is_cupy(out):
         problem = _placed(problem, options, origin)
-        return launch().forward(problem, *qkv, options, out, lse, **for_kernels)
+        return launch().forward(problem, qkv, options, out, lse, **for_kernels)
     forward(problem, qkv, options, out, lse, origin=origin)
     return None
 
@@ -65,8 +65,7 @@ def run_backward(
         return None
     if is_cupy(saved.dout):
         problem = _placed(problem, options, origin)
-        dout, *results = saved
-        return launch().backward(problem, dout, *qkv, *results, options, gradients, **for_kernels)
+        return launch().backward(problem, qkv, options, saved, gradients, **for_kernels)
     backward(problem, qkv, options, saved, gradients, origin=origin)
     return None
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuflash._api.arguments import Keywords
 from cuflash._arrays import (
     Array,
     Triple,
@@ -50,26 +51,31 @@ def among(options: Options, *arrays: Any) -> bool:
 
 
 def forward(
-    compute: Callable[..., Any], q: Array, k: Array, v: Array, options: Options, *,
-    axes: Any, out: Any, **others: Any,
-) -> Any:  # fmt: skip
+    compute: Callable[..., Any],
+    q: Array,
+    k: Array,
+    v: Array,
+    options: Options,
+    keywords: Keywords,
+) -> Any:
     """Compute a forward by a kernel for e4m3 where one serves, else on dequantised arrays.
 
-    ``compute`` takes q, k, v and options, of which scales have one factor for an entry.
+    ``compute`` takes q, k, v, options, of which scales have one factor for an entry, and keywords.
     """
+    axes, out = keywords.axes, keywords.out
     arrays, scales = _checked(_native(q, k, v), options, axes)
     q, k, v = arrays
     out_dtype = getattr(out[0] if isinstance(out, tuple) else out, "dtype", None)
     whole = all(not s.shape or s.shape[-2] == 1 for s in scales if hasattr(s, "shape"))
-    natively = getattr(others["config"], "float8", True)  # None: whichever serves
+    natively = getattr(keywords.config, "float8", True)  # None: whichever serves
     if natively and is_cupy(q) and whole and all(a.dtype == E4M3 for a in arrays):
         try:
             own = _of_entries(options, scales, q)
-            return compute(q, k, v, own, axes=axes, out=out, **others)
+            return compute(q, k, v, own, keywords)
         except NoKernel:
             pass
     plain = dequantized(q, k, v, options, axes=axes, out_dtype=out_dtype)
-    return compute(*plain, axes=axes, out=out, **others)
+    return compute(*plain, keywords)
 
 
 def dequantized(

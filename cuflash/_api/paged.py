@@ -24,6 +24,7 @@ from cuflash._arrays import (
 )
 from cuflash._errors import wrong_type, wrong_value
 from cuflash._host.cache import pages_within
+from cuflash._host.forward import written_at_the_end
 from cuflash._problem.checks import flag, integers, require_float
 from cuflash._problem.habits import WORDS_OF_PAGES, refuse_words
 from cuflash._problem.operand import CANONICAL, Axes, checked_axes, core_axes
@@ -37,6 +38,7 @@ from cuflash._select import override
 #: The CPU path takes keys in whole multiples of so many, which its own blocks divide: the bits of
 #: a row are then what they are without pages.
 _KEYS_AT_ONCE = 4096
+_MOST_KEYS = 4 * _KEYS_AT_ONCE  # of the sequences that the CPU path computes together
 
 
 class _Paged(NamedTuple):
@@ -56,43 +58,20 @@ class _Paged(NamedTuple):
 
 @overload
 def attention_paged(
-    q: NativeT,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    kv_lengths: Any,
-    /,
-    *,
-    return_lse: Literal[False] = ...,
-    out: Array | None = ...,
-    **others: Unpack[PagedKeywords],
-) -> NativeT: ...
+    q: NativeT, k_pages: Array, v_pages: Array, page_table: Array, kv_lengths: Any, /, *,
+    return_lse: Literal[False] = ..., out: Array | None = ..., **others: Unpack[PagedKeywords],
+) -> NativeT: ...  # fmt: skip
 @overload
 def attention_paged(
-    q: NativeT,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    kv_lengths: Any,
-    /,
-    *,
-    return_lse: Literal[True],
-    out: tuple[Array, Array] | None = ...,
+    q: NativeT, k_pages: Array, v_pages: Array, page_table: Array, kv_lengths: Any, /, *,
+    return_lse: Literal[True], out: tuple[Array, Array] | None = ...,
     **others: Unpack[PagedKeywords],
-) -> AttentionResult[NativeT]: ...
+) -> AttentionResult[NativeT]: ...  # fmt: skip
 @overload
 def attention_paged(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    kv_lengths: Any,
-    /,
-    *,
-    return_lse: bool = ...,
-    out: Any = ...,
-    **others: Unpack[PagedKeywords],
-) -> Any: ...
+    q: Array, k_pages: Array, v_pages: Array, page_table: Array, kv_lengths: Any, /, *,
+    return_lse: bool = ..., out: Any = ..., **others: Unpack[PagedKeywords],
+) -> Any: ...  # fmt: skip
 @on_own_device
 @arguments.answering
 def attention_paged(
@@ -339,41 +318,53 @@ def _in_order(pages: Array, table: Array) -> Array:
 
 
 def _on_the_host(problem: Problem, paged: _Paged, options: Options, out: Array, lse: Array) -> None:
-    """Compute each sequence by itself, from a copy of its own keys."""
-    destinations = out, lse
-    if options.score_mod is not None or options.mask_mod is not None:
-        # A formula may raise in any sequence, and then nothing has been written.
-        out, lse = np.empty_like(out), np.empty_like(lse)
-    rows = _with_core_last("out", out, problem.axes[3])
-    for s, (q, k, v, own) in enumerate(_sequences(problem, paged, options)):
-        part = describe(q, k, v, own, precision=problem.precision, out=rows[s])
-        first = s * math.prod(problem.batch_shape[1:])
-        run_forward(part, (q, k, v), own, rows[s], lse[s], origin=Origin(first))
-    for destination, filled in zip(destinations, (out, lse), strict=True):
-        if destination is not filled:
-            destination[...] = filled
+    """Compute a few sequences of one length at a time, from a copy of their keys."""
+    with written_at_the_end(options, out, lse) as (out, lse):
+        rows = _with_core_last("out", out, problem.axes[3])
+        for some in _of_one_length(paged):
+            q, k, v, own = _part(problem, paged, options, some)
+            part = describe(q, k, v, own, precision=problem.precision, out=rows[some])
+            first = some.start * math.prod(problem.batch_shape[1:])
+            run_forward(part, (q, k, v), own, rows[some], lse[some], origin=Origin(first))
 
 
-def _sequences(
-    problem: Problem, paged: _Paged, options: Options
-) -> Iterator[tuple[Array, Array, Array, Options]]:
-    """Queries, keys, values and options of each sequence."""
-    size = paged.k_pages.shape[-2]
-    for s, (q, length) in enumerate(zip(paged.q, paged.kv_lengths, strict=True)):
-        keys = min(-(-int(length) // _KEYS_AT_ONCE) * _KEYS_AT_ONCE, paged.keys)
-        table = paged.page_table[s : s + 1, : -(-keys // size)].copy()
-        table[:, -(-int(length) // size) :] = table[:, :1]  # what is not read exists
-        k, v = (_in_order(a, table)[0, ..., :keys, :] for a in (paged.k_pages, paged.v_pages))
-        arrays = {name: _own_part(problem, name, a, s, keys) for name, a in options.arrays.items()}
-        own = replace(with_arrays(options, arrays), kv_lengths=np.asarray(length))
-        yield q, k, v, own
+def _of_one_length(paged: _Paged) -> Iterator[slice]:
+    """Sequences that follow each other and have one length, as many as have a bounded copy."""
+    lengths, first = [int(n) for n in paged.kv_lengths], 0
+    while first < len(lengths):
+        keys, end = max(_keys_of(paged, lengths[first]), 1), first + 1
+        while end < len(lengths) and lengths[end] == lengths[first]:
+            if (end - first + 1) * keys > _MOST_KEYS:
+                break
+            end += 1
+        yield slice(first, end)
+        first = end
 
 
-def _own_part(problem: Problem, name: str, array: Array, s: int, keys: int) -> Array:
-    """View of what one sequence has of a score option's array, of its first ``keys`` keys."""
+def _keys_of(paged: _Paged, length: int) -> int:
+    """How many keys the CPU path takes for a length."""
+    return min(-(-length // _KEYS_AT_ONCE) * _KEYS_AT_ONCE, paged.keys)
+
+
+def _part(
+    problem: Problem, paged: _Paged, options: Options, some: slice
+) -> tuple[Array, Array, Array, Options]:
+    """Queries, keys, values and options of sequences that have one length."""
+    size, length = paged.k_pages.shape[-2], int(paged.kv_lengths[some.start])
+    keys = _keys_of(paged, length)
+    table = paged.page_table[some, : -(-keys // size)].copy()
+    table[:, -(-length // size) :] = table[:, :1]  # what is not read exists
+    k, v = (_in_order(a, table)[..., :keys, :] for a in (paged.k_pages, paged.v_pages))
+    arrays = {name: _own_part(problem, name, a, some, keys) for name, a in options.arrays.items()}
+    own = replace(with_arrays(options, arrays), kv_lengths=np.asarray(length))
+    return paged.q[some], k, v, own
+
+
+def _own_part(problem: Problem, name: str, array: Array, some: slice, keys: int) -> Array:
+    """View of what some sequences have of a score option's array, of its first ``keys`` keys."""
     core = ARRAYS[name][1]
-    if array.ndim == len(problem.batch_shape) + len(core):
-        array = array[0 if array.shape[0] == 1 else s, ...]
+    if array.ndim == len(problem.batch_shape) + len(core) and array.shape[0] != 1:
+        array = array[some]
     if core.endswith("n"):
         array = array[..., :keys]
     return array

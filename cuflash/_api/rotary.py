@@ -26,26 +26,16 @@ from cuflash._problem.habits import answering_words
 
 @overload
 def rotary(
-    x: NativeT,
-    positions: Any,
-    /,
-    *,
-    frequencies: Array | None = ...,
-    interleaved: bool = ...,
-    inverse: bool = ...,
+    x: NativeT, positions: Any, /, *,
+    frequencies: Array | None = ..., interleaved: bool = ..., inverse: bool = ...,
     out: Array | None = ...,
-) -> NativeT: ...
+) -> NativeT: ...  # fmt: skip
 @overload
 def rotary(
-    x: Array,
-    positions: Any,
-    /,
-    *,
-    frequencies: Array | None = ...,
-    interleaved: bool = ...,
-    inverse: bool = ...,
+    x: Array, positions: Any, /, *,
+    frequencies: Array | None = ..., interleaved: bool = ..., inverse: bool = ...,
     out: Array | None = ...,
-) -> Array: ...
+) -> Array: ...  # fmt: skip
 @answering_words
 @on_own_device
 def rotary(
@@ -128,7 +118,8 @@ def rotary(
     if not x.size:
         return out
     if not isinstance(positions, int) and positions.dtype not in (np.int32, np.int64):
-        refuse_capture("positions", "an int32 or int64 array")
+        if xp is not np:
+            refuse_capture("positions", "an int32 or int64 array")
         positions = positions.astype(np.int64)
     cache_steps(x).turn(x, out, positions, *turns, inverse=inverse)
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any, Literal, NamedTuple, Unpack, overload
@@ -9,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import numpy as np
 
 from cuflash._api import arguments, float8
-from cuflash._api.arguments import QKV, CallKeywords
+from cuflash._api.arguments import QKV, CallKeywords, Keywords
 from cuflash._api.dispatch import run_backward, run_forward
 from cuflash._arrays import (
     Array,
@@ -23,6 +24,7 @@ from cuflash._arrays import (
     write_rounded,
 )
 from cuflash._errors import wrong_value
+from cuflash._host.forward import written_at_the_end
 from cuflash._host.scores import arithmetic
 from cuflash._problem.checks import flag, integer_array
 from cuflash._problem.option_table import ARRAYS
@@ -44,43 +46,20 @@ class Sequence(NamedTuple):
 
 @overload
 def attention_varlen(
-    q: NativeT,
-    k: NativeT,
-    v: NativeT,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    /,
-    *,
-    return_lse: Literal[False] = ...,
-    out: Array | None = ...,
-    **others: Unpack[CallKeywords],
-) -> NativeT: ...
+    q: NativeT, k: NativeT, v: NativeT, cu_seqlens_q: Array, cu_seqlens_k: Array, /, *,
+    return_lse: Literal[False] = ..., out: Array | None = ..., **others: Unpack[CallKeywords],
+) -> NativeT: ...  # fmt: skip
 @overload
 def attention_varlen(
-    q: NativeT,
-    k: NativeT,
-    v: NativeT,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    /,
-    *,
-    return_lse: Literal[True],
-    out: tuple[Array, Array] | None = ...,
+    q: NativeT, k: NativeT, v: NativeT, cu_seqlens_q: Array, cu_seqlens_k: Array, /, *,
+    return_lse: Literal[True], out: tuple[Array, Array] | None = ...,
     **others: Unpack[CallKeywords],
-) -> AttentionResult[NativeT]: ...
+) -> AttentionResult[NativeT]: ...  # fmt: skip
 @overload
 def attention_varlen(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    /,
-    *,
-    return_lse: bool = ...,
-    out: Any = ...,
-    **others: Unpack[CallKeywords],
-) -> Any: ...
+    q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array, /, *,
+    return_lse: bool = ..., out: Any = ..., **others: Unpack[CallKeywords],
+) -> Any: ...  # fmt: skip
 @on_own_device
 @arguments.answering
 def attention_varlen(
@@ -145,32 +124,25 @@ def attention_varlen(
     True
     """
     chosen = resolve(options, score_options)
-    how: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
-    how |= {"return_lse": return_lse, "out": out, "workspace": workspace, "config": config}
-    how |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    given = Keywords(axes, precision, deterministic, return_lse, out, workspace, config)
+    compute = functools.partial(_attention_varlen, cu_seqlens_q, cu_seqlens_k)
     if float8.among(chosen, q, k, v):
-        return float8.forward(_attention_varlen, q, k, v, chosen, **how)
-    return _attention_varlen(q, k, v, chosen, **how)
+        return float8.forward(compute, q, k, v, chosen, given)
+    return compute(q, k, v, chosen, given)
 
 
 @np.errstate(all="ignore")
 def _attention_varlen(
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
     q: Array,
     k: Array,
     v: Array,
     chosen: Options,
-    *,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    axes: Any,
-    precision: str | None,
-    deterministic: bool,
-    return_lse: bool,
-    out: Any,
-    workspace: Array | None,
-    config: Any,
+    keywords: Keywords,
 ) -> Any:
     """Check and run one call."""
+    axes, precision, deterministic, return_lse, out, workspace, config = keywords
     xp, given, qkv = arguments.operands(q, k, v)
     arguments.check_common(qkv[0], deterministic, workspace, config)
     config = override.of_forward(config)
@@ -182,44 +154,26 @@ def _attention_varlen(
     if xp is np:
         _forward_on_the_host(problem, chosen, ends, qkv, out, lse)
     else:
-        for_kernels = {"workspace": workspace, "config": config, "cu_seqlens": ends}
-        run_forward(problem, qkv, chosen, out, lse, **for_kernels)
+        run_forward(
+            problem, qkv, chosen, out, lse,
+            workspace=workspace, config=config, cu_seqlens=ends,
+        )  # fmt: skip
     return AttentionResult(out, lse) if return_lse else out
 
 
 @overload
 def attention_varlen_backward(
-    dout: Array,
-    q: NativeT,
-    k: NativeT,
-    v: NativeT,
-    out: Array,
-    lse: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    /,
-    *,
-    dlse: Array | None = ...,
-    grads_out: Gradients | None = ...,
-    **others: Unpack[CallKeywords],
-) -> Gradients[NativeT, None]: ...
+    dout: Array, q: NativeT, k: NativeT, v: NativeT, out: Array, lse: Array, cu_seqlens_q: Array,
+    cu_seqlens_k: Array, /, *,
+    dlse: Array | None = ..., grads_out: Gradients | None = ..., **others: Unpack[CallKeywords],
+) -> Gradients[NativeT, None]: ...  # fmt: skip
 @overload
 def attention_varlen_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    /,
-    *,
-    dlse: Array | None = ...,
-    wrt: tuple[str, ...] = ...,
-    grads_out: Gradients | None = ...,
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, cu_seqlens_q: Array,
+    cu_seqlens_k: Array, /, *,
+    dlse: Array | None = ..., wrt: tuple[str, ...] = ..., grads_out: Gradients | None = ...,
     **others: Unpack[CallKeywords],
-) -> Gradients: ...
+) -> Gradients: ...  # fmt: skip
 @on_own_device
 @np.errstate(all="ignore")
 @arguments.answering
@@ -324,19 +278,13 @@ def _forward_on_the_host(
     whole: Problem, options: Options, ends: dict[str, Array], qkv: Triple, out: Array, lse: Array
 ) -> None:
     """Compute each sequence by itself."""
-    destinations = out, lse
-    if options.score_mod is not None or options.mask_mod is not None:
-        # A formula may raise in any sequence, and then nothing has been written.
-        out, lse = np.empty_like(out), np.empty_like(lse)
-    calls = _calls(whole, options, ends, qkv, out)
-    out.fill(0)
-    lse.fill(-np.inf)
-    for s, call in calls:
-        first = s.number * math.prod(whole.batch)
-        run_forward(*call, _part(whole, "out", out, s), lse[..., s.q], origin=Origin(first))
-    for destination, filled in zip(destinations, (out, lse), strict=True):
-        if destination is not filled:
-            destination[...] = filled
+    with written_at_the_end(options, out, lse) as (out, lse):
+        calls = _calls(whole, options, ends, qkv, out)
+        out.fill(0)
+        lse.fill(-np.inf)
+        for s, call in calls:
+            first = s.number * math.prod(whole.batch)
+            run_forward(*call, _part(whole, "out", out, s), lse[..., s.q], origin=Origin(first))
 
 
 def _backward_on_the_host(

@@ -49,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status."""
     p = parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        p.print_help(sys.stderr)
+        return ASKED_WRONG
     arguments, unknown = p.parse_known_args(argv)
     if unknown and not hasattr(arguments, "any_words"):  # of a command that is not installed
         p.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -7,7 +7,9 @@ Products go through BLAS; 16-bit operands are widened to float32.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -39,6 +41,18 @@ from cuflash._problem.problem import Problem
 _PIECES_A_THREAD = 4  # so that threads end together
 
 
+@contextlib.contextmanager
+def written_at_the_end(options: Options, *results: Array) -> Iterator[tuple[Array, ...]]:
+    """The ``results`` to fill; copies where a formula may raise, and then nothing is written."""
+    if options.score_mod is None and options.mask_mod is None:
+        yield results
+        return
+    filled = tuple(map(np.empty_like, results))
+    yield filled
+    for result, own in zip(results, filled, strict=True):
+        result[...] = own
+
+
 @np.errstate(all="ignore")
 def forward(
     problem: Problem,
@@ -51,11 +65,7 @@ def forward(
 ) -> None:
     """Fill ``out`` and ``lse``; ``origin`` places a part of a call for dropout."""
     dtype = arithmetic(problem.dtype)
-    destinations = out, lse = canonical_view(out, problem.out), rows_view(problem, lse)
-    formulas = options.score_mod is not None or options.mask_mod is not None
-    if formulas:
-        # A formula may raise at any tile, and then nothing has been written.
-        out, lse = np.empty_like(out), np.empty_like(lse)
+    results = canonical_view(out, problem.out), rows_view(problem, lse)
     block_m, block_n = blocks(problem)
     parts = Parts(problem, qkv, options, origin)
 
@@ -108,15 +118,16 @@ def forward(
             for _, (entry, piece) in items:
                 fill(entry, piece, work)
 
-    with single_threaded_blas(*largest_tile(problem)) as threads:
+    with (
+        written_at_the_end(options, *results) as (out, lse),
+        single_threaded_blas(*largest_tile(problem)) as threads,
+    ):
         # Formulas are functions of the caller, which need not bear several threads.
+        formulas = options.score_mod is not None or options.mask_mod is not None
         work = operations(problem)
         threads = 1 if formulas else worth(threads, work)
         count = 1 if threads == 1 else pieces_for(threads, _PIECES_A_THREAD * threads, work)
         Items(pieces(problem, count)).work(worker, threads)
-    for destination, filled in zip(destinations, (out, lse), strict=True):
-        if destination is not filled:
-            destination[...] = filled
 
 
 def _within_range(v: Array, dropout: float) -> tuple[Array, Array, bool]:

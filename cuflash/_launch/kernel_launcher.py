@@ -69,8 +69,7 @@ class KernelLauncher:
         self.maps = maps
         self._offsets = offsets
         self._drawn_on = drawn_on  # the device with the counter from which tiles are drawn
-        self._pointers = struct.Struct(f"<{len(names)}Q")
-        self._known: dict[tuple[int, ...], tuple[int, ctypes.c_char_p]] = {}
+        self._known: dict[tuple[tuple[int, ...], int], tuple[int, ctypes.c_char_p]] = {}
         self._launch: Callable[..., object] = functools.partial(
             driver.launchKernel, kernel.pointer, grid, 1, 1, kernel.num_threads, 1, 1,
             kernel.smem_bytes,
@@ -79,23 +78,24 @@ class KernelLauncher:
             self._launch = extended
 
     def run(self, pointers: tuple[int, ...], stream: int, captured: bool = False) -> None:
-        """Launch on ``stream`` with these pointers, in the order of ``names``; 0: no operand."""
+        """Launch on ``stream``; ``pointers`` are of the first ``names``, 0 where there is none."""
+        counter = 0
+        if self._drawn_on is not None:
+            counter = tile_counters.address(self._drawn_on, stream, captured)
         for offsets in self._offsets:
             moved = tuple(map(int.__add__, pointers, offsets)) if offsets else pointers
-            if self._drawn_on is not None:
-                moved = (*moved, tile_counters.address(self._drawn_on, stream, captured))
-            found = self._known.get(moved)
+            found = self._known.get((moved, counter))
             if found is None:
-                argument = ctypes.c_char_p(self._packed(moved))  # the driver reads a char*
+                argument = ctypes.c_char_p(self._packed(moved, counter))  # the driver reads a char*
                 found = ctypes.addressof(argument), argument
                 if len(self._known) >= _LIMIT:
                     self._known.clear()
-                self._known[moved] = found
+                self._known[moved, counter] = found
             self._launch(stream, found[0], 0)
 
-    def _packed(self, moved: tuple[int, ...]) -> bytes:
-        pointers, counter = moved[: len(self.names)], moved[len(self.names) :] or (0,)
-        packed = self._pointers.pack(*pointers) + self.params
+    def _packed(self, pointers: tuple[int, ...], counter: int) -> bytes:
+        addresses = struct.pack(f"<{len(pointers)}Q", *pointers)
+        packed = addresses.ljust(8 * len(self.names), b"\0") + self.params
         if self.maps is None:
             return packed
-        return packed + self.maps.at(pointers) + _COUNTER.pack(*counter)
+        return packed + self.maps.at(pointers) + _COUNTER.pack(counter)

@@ -2,9 +2,9 @@
 
 A key holds the values of all that a plan depends on: layouts, dtypes, alignment, device and
 options, but no identities, no addresses and no stream. There are two kinds of keys. A plain call
-(CuPy arrays, options without arrays, no axes, no destinations) is found before anything is checked:
-the function that is kept repeats it. Any other call is checked first, and found by its Problem and
-the layouts of its results: what is kept is the Plan that launches it.
+(CuPy arrays, those of its options too, no axes, no destinations) is found before anything is
+checked: the function that is kept repeats it. Any other call is checked first, and found by its
+Problem and the layouts of its results: what is kept is the Plan that launches it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from cuflash._problem.options import Options
 #: needs its checks after all. (D65)
 Repeat = Callable[..., Any]
 _LIMIT = 4096
-_NOTHING: tuple[tuple[()], tuple[()]] = (), ()
 _plans: dict[Any, Any] = {}
 _kinds: set[type] = set()  # of the arrays of plain calls
 
@@ -48,17 +47,17 @@ def recall(options: Options, flag: bool, operands: Triple, given: Triple | None 
     ``operands`` are (q, k, v), ``given`` is (dout, out, lse) of a gradient; ``flag`` is a bool that
     is asked for beside options.
     """
-    found, more = _layouts(*operands), _NOTHING if given is None else _layouts(*given)
-    if found is None or more is None:
+    found = _key(options, flag, operands, given)
+    if found is None:
         return None
-    repeat = _plans.get((options, flag, found[0], more[0]))
-    return None if repeat is None else repeat(*found[1], *more[1])
+    key, addresses = found
+    repeat = _plans.get(key)
+    return None if repeat is None else repeat(*addresses)
 
 
 def may_be_known(options: Options) -> bool:
-    """Whether calls with these options depend on nothing that may change between them."""
-    changing = (options.seed, options.score_mod, options.mask_mod)
-    return not options.arrays and changing == (None, None, None)
+    """Whether calls with these options depend on nothing that may change but their arrays."""
+    return (options.seed, options.score_mod, options.mask_mod) == (None, None, None)
 
 
 def remember(
@@ -66,9 +65,37 @@ def remember(
 ) -> None:
     """Know this plain call from now on; its options ``may_be_known``."""
     _kinds.add(type(operands[0]))
-    found, more = _layouts(*operands), _NOTHING if given is None else _layouts(*given)
-    if found is not None and more is not None:
-        keep((options, flag, found[0], more[0]), repeat)
+    found = _key(options, flag, operands, given)
+    if found is not None:
+        keep(found[0], repeat)
+
+
+def _key(
+    options: Options, flag: bool, operands: Triple, given: Triple | None
+) -> tuple[Any, tuple[int, ...]] | None:
+    """What a plain call is known by, and the addresses of all its arrays; None of another call.
+
+    A signature has the layouts of the options' arrays; options would keep the arrays alive.
+    """
+    found = _layouts(*operands)
+    if found is None or not may_be_known(options):
+        return None
+    layouts, addresses = found
+    saved: Any = None
+    if given is not None:
+        more = _layouts(*given)
+        if more is None:
+            return None
+        saved, addresses = more[0], addresses + more[1]
+    where: list[int] = []
+    for array in options.arrays.values():
+        if type(array) is not type(operands[0]):
+            return None
+        place = array.data
+        address = place.ptr
+        where += place.device_id, address & 15
+        addresses += (address,)
+    return (options.signature, flag, layouts, saved, *where), addresses
 
 
 def _layouts(a: Any, b: Any, c: Any) -> tuple[Any, tuple[int, ...]] | None:

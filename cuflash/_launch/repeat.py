@@ -17,8 +17,7 @@ from cuflash._problem.layout import Layout
 
 #: Name, shape and dtype of an array to allocate.
 New = tuple[str, tuple[int, ...], np.dtype[Any]]
-#: What picks the pointers of a launch, and the zeros behind them.
-Picking = tuple[Callable[[Any], tuple[int, ...]], tuple[int, ...]]
+Pick = Callable[[Any], tuple[int, ...]]  # the pointers of one launch from those of a call
 _NOTHING = "nothing"  # the operand at address 0
 
 
@@ -28,7 +27,7 @@ class Plan(NamedTuple):
     launchers: tuple[KernelLauncher, ...]
     workspace: Workspace
     layouts: dict[str, Layout]
-    steps: tuple[tuple[Callable[..., None], Picking], ...]  # what launches each, with its pointers
+    steps: tuple[tuple[Callable[..., None], Pick], ...]  # what launches each, with its pointers
 
     @classmethod
     def of(
@@ -46,15 +45,14 @@ class Plan(NamedTuple):
     def run(self, addresses: dict[str, int], stream: int, captured: bool = False) -> None:
         """Launch every kernel on ``stream``."""
         addresses[_NOTHING] = 0
-        for run, (pick, zeros) in self.steps:
-            run(pick(addresses) + zeros, stream, captured)
+        for run, pick in self.steps:
+            run(pick(addresses), stream, captured)
 
 
-def _picking(names: tuple[str, ...], places: Mapping[str, Any], nothing: Any) -> Picking:
-    """What picks the operands called ``names`` from where they are; most launches end in zeros."""
+def _picking(names: tuple[str, ...], places: Mapping[str, Any], nothing: Any) -> Pick:
+    """What picks the operands called ``names`` from where they are, as far as there are any."""
     last = max(number for number, name in enumerate(names) if name in places)
-    chosen = [places.get(name, nothing) for name in names[: max(last, 1) + 1]]
-    return operator.itemgetter(*chosen), (0,) * (len(names) - len(chosen))
+    return operator.itemgetter(*(places.get(name, nothing) for name in names[: max(last, 1) + 1]))
 
 
 def repeat(
@@ -92,8 +90,8 @@ def repeat(
             start = memory.data.ptr
             addresses += [start + offset for offset in offsets]
         addresses.append(0)
-        for run, (pick, zeros) in steps:
-            run(pick(addresses) + zeros, stream)
+        for run, pick in steps:
+            run(pick(addresses), stream)
         return returned(*made)
 
     return again

@@ -17,7 +17,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from cuflash._arrays import Array, converted, refuse_capture, write_rounded
+from cuflash._arrays import Array, Triple, converted, refuse_capture, write_rounded
 from cuflash._errors import wrong_value
 from cuflash._kernels.config import KernelConfig
 from cuflash._launch import plan_cache, score_gradients, score_params
@@ -30,7 +30,7 @@ from cuflash._problem.layout import Layout
 from cuflash._problem.operand import Operand
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem, changed, gradient_operand
-from cuflash._results import AttentionResult, Gradients
+from cuflash._results import AttentionResult, Gradients, Saved
 from cuflash._select import hardware
 from cuflash._select.access import Access, of_any_arrays
 from cuflash._select.choose import LaunchStep, Wanted, choose
@@ -49,9 +49,7 @@ def _on_device(device: int) -> Any:
 
 def forward(
     problem: Problem,
-    q: Array,
-    k: Array,
-    v: Array,
+    qkv: Triple,
     options: Options,
     out: Array,
     lse: Array | None,
@@ -61,16 +59,17 @@ def forward(
     cu_seqlens: Mapping[str, Array] = _NOT_PACKED,
     so_far: Array | None = None,
     page_table: Array | None = None,
-) -> Plan:
+) -> Plan | None:
     """Write ``out`` and, unless None, ``lse``; extents are positive but that of keys.
 
     With ``so_far``, in the dtype of lse and maybe ``out`` itself, they join the result over other
     keys that it and ``lse`` hold: where :func:`joins_results`. A ``config`` also decides which
     kernel runs. The portable kernel leaves out rows that belong to no packed sequence. Returns the
-    plan that was run.
+    plan that was run; None where an array of the options was copied before it.
     """
     if so_far is not None:
         problem = changed(problem, joins=True)
+    q, k, v = qkv
     problem, held = score_params.arrays_of(problem, options, q, cu_seqlens)
     addresses = _addresses(
         held, q=q, k=k, v=v, out=out, lse=lse, page_table=page_table, so_far=so_far
@@ -91,29 +90,33 @@ def forward(
                 lse.fill(-np.inf)
         addresses["dropout_seed"] = options.seed or 0
         plan.run(addresses, stream.ptr, stream.is_capturing())
+    same = _as_given(options, held)
     del held, memory  # no sooner: another thread could be given it on this stream
-    return plan
+    return plan if same else None
 
 
-def repeated_forward(plan: Plan, problem: Problem, q: Array, lse: Array | None) -> Repeat:
+def _as_given(options: Options, held: Mapping[str, Array]) -> bool:
+    """Whether kernels read the caller's own arrays of options, and no copy of one."""
+    return all(held[name] is array for name, array in options.arrays.items())
+
+
+def repeated_forward(
+    plan: Plan, problem: Problem, q: Array, options: Options, lse: Array | None
+) -> Repeat:
     """What repeats the call of :func:`forward` just made, on a new and thus aligned ``out``."""
     results = [("out", problem.out_shape, problem.out.dtype)]
     if lse is not None:
         results.append(("lse", problem.lse_shape, problem.lse_dtype))
     returned = (lambda out: out) if lse is None else AttentionResult
-    return repeat(plan, q.data.device_id, ("q", "k", "v"), tuple(results), returned)
+    given = ("q", "k", "v", *options.arrays)
+    return repeat(plan, q.data.device_id, given, tuple(results), returned)
 
 
 def backward(
     problem: Problem,
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dlse: Array | None,
+    qkv: Triple,
     options: Options,
+    saved: Saved,
     gradients: dict[str, Array],
     *,
     workspace: Array | None = None,
@@ -123,26 +126,24 @@ def backward(
 ) -> Plan | None:
     """Write the ``gradients`` asked for, by input name; extents are positive but that of keys.
 
-    Returns the plan that was run; None where nothing was, or operands were converted before it.
+    Returns the plan that was run; None where nothing was, or an array was converted before it.
     """
     if not gradients:
         return None
+    q, k, v = qkv
     problem, held = score_params.arrays_of(problem, options, q, cu_seqlens)
-    device, real, given = q.data.device_id, problem.lse_dtype, (dout, out, lse)
+    device, real = q.data.device_id, problem.lse_dtype
     with _on_device(device):
-        dout = converted("dout", dout, problem.dtype)
-        if np.float64 in (real, out.dtype):
-            out = converted("out", out, real)
-        lse = converted("lse", lse, real)
-        dlse = None if dlse is None else converted("dlse", dlse, real)
+        dout, out, lse, dlse = read = _read(problem, saved)
         written = _written(problem, gradients)
         results = {f"d{name}": array for name, array in written.items()}
         sums = {n: score_sums(problem, n, gradients[n].shape) for n in SUMMED if n in gradients}
         if sums or "sink" in gradients:
             refuse_capture("wrt", "q, k and v alone: the others need memory of their own")
         totals = {sums_of(name): cupy.zeros(own.shape, real) for name, own in sums.items()}
-        read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
-        addresses = _addresses(held, **read, **results, **totals) | _first_entry(problem)
+        addresses = _addresses(
+            held, q=q, k=k, v=v, **read._asdict(), **results, **totals
+        ) | _first_entry(problem)
         plan, memory = _prepared(
             problem, device, addresses, lambda: _gradient_layouts(problem, read, written),
             workspace, dout.strides, out.strides, out.dtype, lse.strides,
@@ -165,20 +166,34 @@ def backward(
             score_gradients.write_sink(
                 problem, memory, lse, held["sink"], gradients["sink"], lengths, ends
             )
+    same = all(map(operator.is_, saved, read)) and _as_given(options, held)
     del held, memory  # no sooner: another thread could be given it on this stream
-    same = all(a is b for a, b in zip(given, (dout, out, lse), strict=True))
     return plan if same else None
 
 
+def _read(problem: Problem, saved: Saved) -> Saved:
+    """What kernels read of ``saved``: dout in the dtype of q, statistics in that of lse."""
+    real = problem.lse_dtype
+    dout, out, lse, dlse = saved
+    return Saved(
+        converted("dout", dout, problem.dtype),
+        converted("out", out, real) if np.float64 in (real, out.dtype) else out,
+        converted("lse", lse, real),
+        None if dlse is None else converted("dlse", dlse, real),
+    )
+
+
 def repeated_backward(
-    plan: Plan, problem: Problem, q: Array, k: Array, v: Array, dout: Array, out: Array, lse: Array
+    plan: Plan, problem: Problem, qkv: Triple, options: Options, saved: Saved
 ) -> Repeat | None:
     """What repeats a call for the gradients of q, k and v; None where alignment may differ."""
-    if (dout.data.ptr | out.data.ptr | lse.data.ptr) & 15:  # of the others a known call is sure
+    if any(a.data.ptr & 15 for a in saved[:3]):  # of all others a known call is sure
         return None
-    results = tuple((f"d{n}", a.shape, problem.dtype) for n, a in (("q", q), ("k", k), ("v", v)))
-    names = ("q", "k", "v", "dout", "out", "lse")
-    return repeat(plan, q.data.device_id, names, results, Gradients)
+    results = tuple(
+        (f"d{name}", a.shape, problem.dtype) for name, a in zip("qkv", qkv, strict=True)
+    )
+    names = ("q", "k", "v", "dout", "out", "lse", *options.arrays)
+    return repeat(plan, qkv[0].data.device_id, names, results, Gradients)
 
 
 def workspace_size(problem: Problem, pass_name: str) -> int:
@@ -344,10 +359,10 @@ def _forward_layouts(
 
 
 def _gradient_layouts(
-    problem: Problem, read: Mapping[str, Array | None], written: Mapping[str, Array]
+    problem: Problem, read: Saved, written: Mapping[str, Array]
 ) -> dict[str, Layout]:
-    others = {n: gradient_operand(problem, "dout", read[n]) for n in ("dout", "out")}
+    others = {n: gradient_operand(problem, "dout", getattr(read, n)) for n in ("dout", "out")}
     for name in {"q", "k", "v"} & set(written):
         others[f"d{name}"] = gradient_operand(problem, name, written[name])
-    layouts = layouts_of(problem, others, lse=read["lse"], dlse=read["dlse"])
+    layouts = layouts_of(problem, others, lse=read.lse, dlse=read.dlse)
     return layouts | {"rows": row_layout(problem, statistics_bytes(problem), None)}

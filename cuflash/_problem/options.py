@@ -32,7 +32,7 @@ def _answering(cls: type[T]) -> type[T]:
     @functools.wraps(build)
     def __init__(self: T, *args: Any, **keywords: Any) -> None:
         for name in keywords:
-            if name not in OPTION_NAMES:
+            if name not in _DEFAULTS:
                 raise unknown_keyword(name, OPTION_NAMES)
         build(self, *args, **keywords)
 
@@ -140,12 +140,13 @@ class Options:
     def __post_init__(self) -> None:
         set_ = functools.partial(object.__setattr__, self)
         arrays: dict[str, Array] = {}
-        plain: dict[str, Any] = {}
+        plain = dict(_DEFAULTS)
         for option in OPTIONS:
             value = getattr(self, option.name)
-            if value is not None or _DEFAULTS[option.name] is not None:
-                value = option.check(option.name, value)
-                set_(option.name, value)
+            if value is _DEFAULTS[option.name]:
+                continue
+            value = option.check(option.name, value)
+            set_(option.name, value)
             parts = zip(option.arrays, value if isinstance(value, tuple) else [value], strict=False)
             own = {name: part for name, part in parts if hasattr(part, "strides")}
             arrays |= own
@@ -159,8 +160,8 @@ class Options:
                 "seed", f"dropout={self.dropout} without seed", "an int from 0 to 2^64 - 1",
                 "the same seed in forward and backward drops the same scores",
             )  # fmt: skip
-        plain["arrays"] = tuple((name, signature(array)) for name, array in arrays.items())
-        set_("signature", OptionLayout(**plain))
+        layouts = tuple((name, signature(array)) for name, array in arrays.items())
+        set_("signature", OptionLayout._make((*plain.values(), layouts)))
         set_("_hash", hash(self.signature))  # once: a repeated call asks for it
         set_("arrays", arrays)
 
@@ -229,6 +230,9 @@ _VALUES = frozenset(
 OptionLayout: Any = namedtuple("OptionLayout", (*OPTION_NAMES, "arrays"))  # type: ignore[misc]
 
 
+_NO_OPTIONS = Options()
+
+
 @functools.lru_cache(maxsize=1024, typed=True)
 def _of_values(
     names: tuple[str, ...],
@@ -247,6 +251,8 @@ def _of_values(
 def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
     """Return ``options``, or the Options of ``keywords``; both at once is a TypeError."""
     if options is None:
+        if not keywords:
+            return _NO_OPTIONS
         window = keywords.get("window")
         sides = tuple(map(type, window)) if type(window) is tuple else ()
         try:

@@ -9,16 +9,16 @@ are summed there in order of ranks.
 from __future__ import annotations
 
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from cuflash._api.arguments import QKV
 from cuflash._arrays import Array, rounded
 from cuflash._results import Saved
 from cuflash.distributed._blocks import Block, blocks_of
 from cuflash.distributed._communicator import Compute, Schedule, Wait
-from cuflash.distributed._parts import Parts
+from cuflash.distributed._parts import Parts, Stage, stages_of
 from cuflash.distributed._share import (
     KV,
     Group,
@@ -28,20 +28,9 @@ from cuflash.distributed._share import (
     rows_back,
     rows_first,
 )
-from cuflash.distributed._stages import Stage, stages_of
 from cuflash.distributed._sums import Summed
 
 STAGES = 4  # at most
-
-
-def _same(array: Array, _: int) -> Array:
-    """What any rank gets."""
-    return array
-
-
-def _room(xp: ModuleType, shape: tuple[int, ...], dtype: np.dtype[Any], _: int) -> Array:
-    """Memory for what any rank returns."""
-    return xp.empty(shape, dtype)
 
 
 class _Gathered:
@@ -50,7 +39,7 @@ class _Gathered:
     def __init__(self, share: Share) -> None:
         self._share = share
         self.group = Group(share.rank, range(share.size), share.keys)
-        self.stages = stages_of(share.all_heads(), share.q, share.k, share.v, most=STAGES)
+        self.stages = stages_of(share.heads, share.q, share.k, share.v, most=STAGES)
         self.kv: tuple[Array, Array]  # of the last stage that was taken, canonical
         self._coming: Any = None
 
@@ -64,8 +53,9 @@ class _Gathered:
 
     def _begin(self, number: int) -> Schedule:
         stage, share = self.stages[number], self._share
-        own = (rows_first(stage.of_kv(a)) for a in (share.k, share.v))
-        return (yield from begun([self.group.gather(partial(_same, a)) for a in own]))
+        k, v = (rows_first(stage.of_kv(a)) for a in (share.k, share.v))
+        found = [self.group.gather(lambda _: k), self.group.gather(lambda _: v)]
+        return (yield from begun(found))
 
     def blocks(self, parts: Parts) -> tuple[Block, ...]:
         """Calls of own queries against all keys."""
@@ -73,7 +63,7 @@ class _Gathered:
         return blocks_of(queries, self.group.holder, parts.bounds, sink=has_sink)
 
 
-def forward(share: Share, _: int) -> Schedule:
+def forward(share: Share) -> Schedule:
     """``out`` and lse of own rows, canonical, in the dtypes of results."""
     xp, problem, gathered = share.xp, share.problem, _Gathered(share)
     shape = (*problem.batch_shape, share.q.shape[-2])
@@ -88,16 +78,16 @@ def forward(share: Share, _: int) -> Schedule:
         yield from gathered.take(number)
         parts = share.parts(stage.heads)
         for block in gathered.blocks(parts):
-            yield Compute(partial(compute, stage, parts, block), block.pairs)
+            yield Compute(partial(compute, stage, parts, block), parts.scores(block))
     return out, lse
 
 
-def backward(share: Share, _: int, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
+def backward(share: Share, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
     """Gradients of own rows, canonical, and of options, by name."""
     xp, dtype, gathered = share.xp, share.sums_dtype, _Gathered(share)
     of_options = OptionGradients(share, wanted)
-    dq = xp.empty(share.q.shape if "q" in wanted else 0, dtype)
-    sums = {n: xp.zeros(getattr(share, n).shape, dtype) for n in KV if n in wanted}
+    of_qkv = ((n, getattr(share, n)) for n in QKV if n in wanted)
+    result = {n: xp.empty(a.shape, a.dtype) for n, a in of_qkv}
 
     def compute(stage: Stage, parts: Parts, block: Block, onto: dict[str, Summed]) -> None:
         qkv, of_heads = (stage.of_q(share.q), *gathered.kv), stage.of_saved(saved)
@@ -105,40 +95,41 @@ def backward(share: Share, _: int, saved: Saved, wanted: tuple[str, ...]) -> Sch
 
     def send_home(stage: Stage, dkv: dict[str, Array]) -> Schedule:
         """Begin to send gradients of keys of all ranks. Returns what remains to be done."""
-        shapes = {n: (share.k.shape[-2], *a.shape[1:]) for n, a in dkv.items()}
-        home = [
-            gathered.group.give_back(a, partial(_room, xp, shapes[n], dtype))
-            for n, a in dkv.items()
-        ]
-        ticket, brought = yield from begun(home)
-        return add_brought(stage, ticket, dict(zip(dkv, brought, strict=True)))
+        rows, ranks, found = share.k.shape[-2], gathered.group.ranks, []
+        for array in dkv.values():
+            came = {r: xp.empty((rows, *array.shape[1:]), dtype) for r in ranks}
+            found.append(gathered.group.give_back(array, came))
+        ticket, brought = yield from begun(found)
+        return take_home(stage, ticket, dict(zip(dkv, brought, strict=True)))
 
-    def add_brought(stage: Stage, ticket: Any, brought: dict[str, dict[int, Array]]) -> Schedule:
+    def take_home(stage: Stage, ticket: Any, brought: dict[str, dict[int, Array]]) -> Schedule:
         yield Wait(ticket)
         for name, came in brought.items():
-            target = stage.of_kv(sums[name])
-            for rank in gathered.group.ranks:
-                target += rows_back(came[rank])
+            total = came[0]
+            for rank in range(1, share.size):
+                total += came[rank]
+            stage.of_kv(result[name])[...] = rows_back(rounded(total, result[name].dtype))
 
     under_way: Any = ()
     for number, stage in enumerate(gathered.stages):
         yield from gathered.take(number)
         parts = share.parts(stage.heads)
-        dkv = {
-            n: xp.empty(xp.moveaxis(a, -2, 0).shape, dtype)
-            for n, a in zip(KV, gathered.kv, strict=True)
-            if n in sums
-        }
-        onto = {n: Summed(rows_back(a)) for n, a in dkv.items()}
+        onto, dkv = {}, {}
+        for name, array in zip(KV, gathered.kv, strict=True):
+            if name in wanted:
+                dkv[name] = xp.empty(xp.moveaxis(array, -2, 0).shape, dtype)
+                onto[name] = Summed(rows_back(dkv[name]))
         if "q" in wanted:
-            onto["q"] = Summed(stage.of_q(dq))
+            dq = xp.empty(stage.of_q(share.q).shape, dtype)
+            onto["q"] = Summed(dq)
         for block in gathered.blocks(parts):
-            yield Compute(partial(compute, stage, parts, block, onto), block.pairs)
+            yield Compute(partial(compute, stage, parts, block, onto), parts.scores(block))
         for each in onto.values():
             each.finish()
+        if "q" in wanted:
+            stage.of_q(result["q"])[...] = rounded(dq, share.q.dtype)
         yield from under_way
         under_way = (yield from send_home(stage, dkv)) if dkv else ()
+        del onto, dkv
     yield from under_way
-    result = {"q": rounded(dq, share.q.dtype)} if "q" in wanted else {}
-    result |= {n: rounded(a, getattr(share, n).dtype) for n, a in sums.items()}
     return result | (yield from of_options.finished())

@@ -13,7 +13,7 @@ Messages of one rank to another arrive in the order in which their exchanges lis
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,10 +46,10 @@ class CommunicationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Work of one rank; ``pairs`` of a query and a key are its size."""
+    """Work of one rank; ``scores`` of a query and a key of a head are its size."""
 
     run: Callable[[], Any]
-    pairs: int = 0
+    scores: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,32 +134,43 @@ def checked_communicator(comm: Any) -> None:
 
 
 def drive(communicator: Communicator, schedules: Mapping[int, Schedule]) -> dict[int, Any]:
-    """Run the schedules of a process's ranks, each in turn up to its next exchange or wait."""
+    """Run the schedules of a process's ranks, each in turn up to its next exchange or wait.
+
+    No record is held while schedules run: its arrays are theirs alone.
+    """
     replies: dict[int, Any] = dict.fromkeys(schedules)
     results: dict[int, Any] = {}
-    while len(results) < len(schedules):
-        posted: dict[int, Any] = {}
+    while True:
+        posted: dict[int, Exchange | Wait] = {}
         for rank, schedule in schedules.items():
             with communicator.on(rank):
                 try:
-                    record = schedule.send(replies[rank])
-                    while isinstance(record, Compute):
-                        reply, record = record.run(), None  # which lets go of its arrays
-                        record = schedule.send(reply)
-                    posted[rank] = record
+                    posted[rank] = _computed(schedule, replies.pop(rank))
                 except StopIteration as end:
                     results[rank] = end.value
         if not posted:
-            break
-        kinds = {rank: type(record).__name__ for rank, record in posted.items()}
-        if results or len(set(kinds.values())) > 1:
-            at = kinds | dict.fromkeys(results, "the end")
-            told = ", ".join(f"rank {rank} at {at[rank]}" for rank in sorted(at))
-            raise CommunicationError(f"ranks wait for each other and none can go on: {told}")
-        first = next(iter(posted.values()))
-        if isinstance(first, Exchange):
-            replies = dict.fromkeys(posted, communicator.start(posted))
-        else:
-            communicator.wait(first.ticket)
-            replies = dict.fromkeys(posted)
-    return results
+            return results
+        replies = dict.fromkeys(posted, _done(communicator, posted, results))
+
+
+def _computed(schedule: Schedule, reply: Any) -> Exchange | Wait:
+    """Run a schedule up to its next exchange or wait."""
+    while True:
+        record: Compute | Exchange | Wait = schedule.send(reply)
+        if not isinstance(record, Compute):
+            return record
+        reply = record.run()
+        del record
+
+
+def _done(communicator: Communicator, posted: Mapping[int, Any], ended: Collection[int]) -> Any:
+    """Do what all ranks ask for; the ticket, if they exchange."""
+    kinds = {rank: type(record).__name__ for rank, record in posted.items()}
+    if ended or len(set(kinds.values())) > 1:
+        at = kinds | dict.fromkeys(ended, "the end")
+        told = ", ".join(f"rank {rank} at {at[rank]}" for rank in sorted(at))
+        raise CommunicationError(f"ranks wait for each other and none can go on: {told}")
+    first = next(iter(posted.values()))
+    if isinstance(first, Exchange):
+        return communicator.start(posted)
+    return communicator.wait(first.ticket)

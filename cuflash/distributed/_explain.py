@@ -94,6 +94,6 @@ def explain(
     own, why = chosen(checked_method(method), extents, size, memory, ranks_per_host)
     rows = math.ceil(problem.seqlen_q / size)
     lines = [f"{size} ranks, up to {rows} queries each, {problem.dtype}"]
-    lines += table(candidates(extents, size, ranks_per_host), size)
+    lines += table(candidates(extents, size, ranks_per_host), size, problem.seqlen_k)
     across = f" with {own.across} ranks that exchange heads" if own.method == "usp" else ""
     return "\n".join([*lines, f"{method}: {own.method}{across}, {why}"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,50 @@ class Heads:
         return self.stop - self.start == self.total
 
 
+class Stage(NamedTuple):
+    """Heads that are computed together; all of them where there is no axis to cut."""
+
+    heads: Heads | None
+    q: slice | None = None
+    kv: slice | None = None
+
+    def of_q(self, array: Array) -> Array:
+        """An array like q: its own heads."""
+        return array if self.q is None else array[..., self.q, :, :]
+
+    def of_lse(self, array: Array) -> Array:
+        """An array like lse: its own heads."""
+        return array if self.q is None else array[..., self.q, :]
+
+    def of_kv(self, array: Array) -> Array:
+        """An array like k: its own heads."""
+        return array if self.kv is None else array[..., self.kv, :, :]
+
+    def of_saved(self, saved: Saved) -> Saved:
+        """What a gradient reads beside q, k and v: its own heads."""
+        dlse = None if saved.dlse is None else self.of_lse(saved.dlse)
+        return Saved(self.of_q(saved.dout), self.of_q(saved.out), self.of_lse(saved.lse), dlse)
+
+
+def stages_of(heads: Heads | None, q: Array, k: Array, v: Array, *, most: int) -> list[Stage]:
+    """The ``heads`` that q has, in equal parts, at most so many."""
+    extents = [a.shape[-3] if a.ndim > 2 else 1 for a in (q, k, v)]
+    number = None if heads is None else heads.stop - heads.start
+    heads_kv = extents[1]
+    alike = extents[0] == number and extents[1] == extents[2] and heads_kv > 1
+    if heads is None or number is None or not alike or number % heads_kv:
+        return [Stage(heads)]
+    parts = max(n for n in range(1, most + 1) if heads_kv % n == 0)
+    of_q, of_kv = number // parts, heads_kv // parts
+    return [
+        Stage(
+            Heads(heads.start + i * of_q, heads.start + (i + 1) * of_q, heads.total),
+            slice(i * of_q, (i + 1) * of_q), slice(i * of_kv, (i + 1) * of_kv),
+        )
+        for i in range(parts)
+    ]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Parts:
     """What blocks of one call share."""
@@ -77,6 +121,10 @@ class Parts:
         return Bounds(
             left, 0 if options.causal else right, offset if isinstance(offset, int) else None, alone
         )
+
+    def scores(self, block: Block) -> int:
+        """How many a block has, enough to compare ranks."""
+        return block.pairs * (1 if self.heads is None else self.heads.stop - self.heads.start)
 
     def forward(
         self, block: Block, qkv: Triple, out: Array, lse: Array, so_far: Array | None = None

@@ -27,6 +27,7 @@ from cuflash.distributed._communicator import CommunicationError, Communicator, 
 _FRAME = struct.Struct("!BQQ")  # kind, a number, bytes that follow
 _LIFE, _DATA, _FACTS, _FAILED, _LEAVING = range(5)
 _MOST_FACTS = 1 << 24
+_ONE_PACKET = 1 << 12  # bytes that are copied behind their frame rather than sent by themselves
 _GRACE = 0.25  # seconds in which others may tell who failed first
 _NO_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
 
@@ -164,9 +165,13 @@ class Processes(Communicator):
     def _send(self, other: int, kind: int, payload: Any) -> None:
         self.check()
         try:
+            frame = _FRAME.pack(kind, 0, len(payload))
             with self._locks[other]:
-                self._links[other].sendall(_FRAME.pack(kind, 0, len(payload)))
-                self._links[other].sendall(payload)
+                if len(payload) < _ONE_PACKET:
+                    self._links[other].sendall(frame + payload)
+                else:
+                    self._links[other].sendall(frame)
+                    self._links[other].sendall(payload)
         except OSError as error:
             self._ended(other)
             self.check()

@@ -16,7 +16,7 @@ from cuflash._problem.operand import Axes, checked_axes, core_axes
 from cuflash._problem.options import Options, resolve
 from cuflash._problem.problem import Problem, describe
 from cuflash._results import Saved
-from cuflash.distributed import _all_gather, _two_level
+from cuflash.distributed import _all_gather, _ring, _ulysses
 from cuflash.distributed._communicator import Communicator, Schedule, checked_communicator, drive
 from cuflash.distributed._handshake import (
     agreed,
@@ -30,14 +30,16 @@ from cuflash.distributed._handshake import (
     remember,
 )
 from cuflash.distributed._layout import Chunks, checked_layout, rows_of
+from cuflash.distributed._parts import Heads
 from cuflash.distributed._share import Share
 from cuflash.distributed._traffic import Extents, checked_method, chosen
 
-#: Schedules by whether ranks exchange heads, or send keys round.
-_METHODS = {
-    False: (_all_gather.forward, _all_gather.backward),
-    True: (_two_level.forward, _two_level.backward),
-}
+#: By how many ranks exchange heads: none, where keys are gathered, each by itself, or groups.
+_METHODS: tuple[tuple[Callable[..., Schedule], Callable[..., Schedule]], ...] = (
+    (_all_gather.forward, _all_gather.backward),
+    (_ring.forward, _ring.backward),
+    (_ulysses.forward, _ulysses.backward),
+)
 
 
 class Asked(NamedTuple):
@@ -133,14 +135,17 @@ def run(
         return Call(given, (q, k, v), chosen_options, Saved(dout, out, lse, dlse), wanted)
 
     def schedule(rank: int, call: Call, known: _Known) -> Schedule:
+        batch = known.problem.batch_shape
         share = Share(
             rank, *call.qkv, call.options, asked.deterministic,
             known.problem, known.queries, known.keys, known.shared,
+            Heads(0, batch[-1], batch[-1]) if batch else None, range(comm.size),
         )  # fmt: skip
-        forward, backward = _METHODS[known.across > 0]
+        forward, backward = _METHODS[min(known.across, 2)]
+        groups = (known.across,) if known.across > 1 else ()
         if call.saved is None:
-            return forward(share, known.across)
-        return backward(share, known.across, call.saved, call.wanted)
+            return forward(share, *groups)
+        return backward(share, *groups, call.saved, call.wanted)
 
     calls: dict[int, Call] = {}
     keys: dict[int, Any] = {}

@@ -30,10 +30,11 @@ KV = ("k", "v")
 class Share:
     """One rank's share: its rows, canonical (batch axes, rows, features), and who has the others.
 
-    ``problem`` is of the local queries and all keys.
+    ``problem`` is of the local queries and all keys of the call. Of ranks that exchange heads a
+    share is of the rows of all for ``heads``, and ``peers`` are those with the same heads.
     """
 
-    rank: int
+    rank: int  # of peers
     q: Array
     k: Array
     v: Array
@@ -43,11 +44,14 @@ class Share:
     queries: tuple[Chunks, ...]  # of each rank
     keys: tuple[Chunks, ...]
     shared: frozenset[str]  # options with one row, for the queries of all ranks
+    heads: Heads | None  # query heads; None without such an axis
+    peers: range  # by their place here: which ranks they are
+    collected: bool = False  # rows of several ranks, first in memory
 
     @property
     def size(self) -> int:
-        """How many ranks."""
-        return len(self.queries)
+        """How many peers."""
+        return len(self.peers)
 
     @property
     def xp(self) -> ModuleType:
@@ -59,22 +63,12 @@ class Share:
         """In which results add up."""
         return arithmetic(self.problem.dtype)
 
-    @property
-    def num_heads(self) -> int | None:
-        """Query heads, or None without such an axis."""
-        return self.problem.batch_shape[-1] if self.problem.batch_shape else None
-
-    def parts(self, heads: Heads | None, options: Options | None = None) -> Parts:
+    def parts(self, heads: Heads | None) -> Parts:
         """How blocks of these heads are computed."""
         return Parts(
-            options or self.options, sum(map(rows_of, self.queries)), sum(map(rows_of, self.keys)),
+            self.options, sum(map(rows_of, self.queries)), sum(map(rows_of, self.keys)),
             self.problem.precision, self.deterministic, heads,
         )  # fmt: skip
-
-    def all_heads(self) -> Heads | None:
-        """Every query head, or None without such an axis."""
-        number = self.num_heads
-        return None if number is None else Heads(0, number, number)
 
     def kv_heads(self, heads: Heads) -> slice | None:
         """Key/value heads of some query heads; None where these are a part of several."""
@@ -135,11 +129,9 @@ class Group(NamedTuple):
             receives += [(other, arena[there]) for _, there in self._pieces(other)]
         return Exchange(tuple(sends), tuple(receives)), arena
 
-    def give_back(
-        self, arena: Array, room_of: Callable[[int], Array]
-    ) -> tuple[Exchange, dict[int, Array]]:
-        """Send rows of the group home: what will come by rank, into ``room_of(rank)``."""
-        came, pieces = {other: room_of(other) for other in self.ranks}, self._pieces(self.rank)
+    def give_back(self, arena: Array, came: dict[int, Array]) -> tuple[Exchange, dict[int, Array]]:
+        """Send rows of the group home; ``came`` is where own rows come, by rank."""
+        pieces = self._pieces(self.rank)
         for here, there in pieces:
             came[self.rank][here] = arena[there]
         sends, receives = [], []
@@ -151,9 +143,8 @@ class Group(NamedTuple):
 
 def begun(found: Sequence[tuple[Exchange, Any]]) -> Schedule:
     """Begin several exchanges as one. Returns a ticket, and what each will have brought."""
-    exchanges, brought = zip(*found, strict=True)
-    ticket = yield sum(exchanges, start=Exchange())
-    return ticket, brought
+    ticket = yield sum((exchange for exchange, _ in found), start=Exchange())
+    return ticket, [brought for _, brought in found]
 
 
 def summed_over_ranks(share: Share, array: Array) -> Schedule:

@@ -16,25 +16,34 @@ from cuflash._arrays import Array, array_module, rounded
 
 
 class Rows:
-    """Some rows of an array."""
+    """Some rows of an array, as intervals in order: blocks begin and end in few places."""
 
     def __init__(self, number: int) -> None:
-        self._present = np.zeros(number, bool)
+        self._number = number
+        self._present: list[tuple[int, int]] = []
 
     def add(self, rows: slice) -> None:
         """They are present from now on."""
-        self._present[rows] = True
+        found: list[tuple[int, int]] = []
+        for start, stop in sorted([*self._present, (rows.start, rows.stop)]):
+            if found and start <= found[-1][1]:
+                found[-1] = found[-1][0], max(stop, found[-1][1])
+            elif start < stop:
+                found.append((start, stop))
+        self._present = found
 
     def any(self, rows: slice) -> bool:
         """Whether one of ``rows`` is present."""
-        return bool(self._present[rows].any())
+        return bool(self.runs(present=True, among=rows))
 
     def runs(self, *, present: bool, among: slice | None = None) -> list[slice]:
         """Those that are present, or that are not: neighbours together."""
-        among = among or slice(0, len(self._present))
-        padded = np.r_[False, self._present[among] == present, False]
-        ends = np.flatnonzero(padded[1:] != padded[:-1]) + among.start
-        return [slice(int(a), int(b)) for a, b in zip(ends[::2], ends[1::2], strict=True)]
+        low, high = (among.start, among.stop) if among else (0, self._number)
+        inside = [(max(a, low), min(b, high)) for a, b in self._present if a < high and low < b]
+        if not present:
+            ends = [low, *(end for pair in inside for end in pair), high]
+            inside = list(zip(ends[::2], ends[1::2], strict=True))
+        return [slice(a, b) for a, b in inside if a < b]
 
 
 class Merged:
@@ -49,14 +58,18 @@ class Merged:
     ) -> None:
         self._xp, self._out = xp, out
         self._lse = xp.empty(lse_shape, lse_dtype)
-        self._parts = out if out.dtype == lse_dtype else xp.empty(out.shape, lse_dtype)
         self._written, self._done = Rows(lse_shape[-1]), Rows(lse_shape[-1])
+
+    @functools.cached_property
+    def _parts(self) -> Array:
+        same = self._out.dtype == self._lse.dtype
+        return self._out if same else self._xp.empty(self._out.shape, self._lse.dtype)
 
     def so_far(self, rows: slice) -> Array | None:
         """What a part of these rows joins, where some hold a part."""
         if not self._written.any(rows):
             return None
-        self._clear(rows)
+        self._clear(rows, self._parts)
         return self._parts[..., rows, :]
 
     def room(self, rows: slice, *, last: bool) -> tuple[Array, Array]:
@@ -88,18 +101,21 @@ class Merged:
 
     def finished(self) -> tuple[Array, Array]:
         """Output and lse; of rows that no block had, 0 and -inf."""
-        self._clear(slice(0, self._lse.shape[-1]))
-        if self._parts is not self._out:
-            for rows in self._done.runs(present=False):
+        for empty in self._clear(slice(0, self._lse.shape[-1]), self._out):
+            self._done.add(empty)
+        for rows in self._done.runs(present=False):
+            if self._parts is not self._out:
                 self._out[..., rows, :] = rounded(self._parts[..., rows, :], self._out.dtype)
         return self._out, self._lse
 
-    def _clear(self, rows: slice) -> None:
+    def _clear(self, rows: slice, target: Array) -> list[slice]:
         """Make those of ``rows`` neutral that hold nothing."""
-        for empty in self._written.runs(present=False, among=rows):
-            self._parts[..., empty, :] = 0
+        found = self._written.runs(present=False, among=rows)
+        for empty in found:
+            target[..., empty, :] = 0
             self._lse[..., empty] = -np.inf
         self._written.add(rows)
+        return found
 
 
 class Summed:

@@ -1,12 +1,8 @@
 """Which method moves how many bytes, takes how much memory, and which is taken?
 
-Bytes are those that all ranks together send, memory is what a rank takes beside inputs and results.
-With n rows of W n on a rank, H query and K key/value heads of d features, e bytes an element and f
-in float32 sums, a rank sends
-
-    all_gather  (W - 1) 2 n K d e                               gradient  + (W - 1) 2 n K d f
-    ring        (W - 1) 2 n K d e                               gradient  + (W - 1) 2 n K d f
-    ulysses     (W - 1) / W n d (2 H + 2 K) e, and lse          gradient  about twice as much
+Bytes are those that all ranks together send. Memory of a rank is what it takes beside inputs and
+results: the most that is held at once, which does not grow with the number of ranks, but for keys
+of all ranks. docs/distributed.md has the formulas in words.
 """
 
 from __future__ import annotations
@@ -14,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +19,7 @@ from cuflash._host.scores import arithmetic
 from cuflash._problem.problem import Problem
 from cuflash.distributed._all_gather import STAGES
 
+_MEMORY = 80 << 30  # bytes of a GPU, of which the table tells the longest sequence
 METHODS = ("auto", "all_gather", "ring", "ulysses", "usp")
 
 
@@ -71,59 +69,105 @@ class Extents:
         return ""
 
 
+class Cost(NamedTuple):
+    """Bytes of a forward or of a gradient."""
+
+    sent: int = 0  # by all ranks
+    taken: int = 0  # by a rank, beside
+    held: int = 0  # inputs and results of a rank
+
+
+_NOTHING = Cost()
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to run a call, or why it cannot be."""
 
     method: str
     across: int  # ranks that exchange heads; 0 for all_gather
-    refusal: str
-    forward_bytes: int
-    backward_bytes: int
-    forward_memory: int
-    backward_memory: int
+    refusal: str = ""
+    forward: Cost = _NOTHING
+    backward: Cost = _NOTHING
+
+    @property
+    def sent(self) -> int:
+        """By all ranks, in a forward and its gradient."""
+        return self.forward.sent + self.backward.sent
+
+
+class _Rank(NamedTuple):
+    """Elements of a rank's arrays, and bytes of an element and in sums."""
+
+    q: float
+    kv: float
+    out: float
+    lse: float
+    e: int
+    f: int
+
+    @classmethod
+    def of(cls, extents: Extents, size: int) -> _Rank:
+        """The mean of all ranks."""
+        m, n = extents.seqlen_q / size, extents.seqlen_k / size
+        q, k, v, out = (math.prod(a) for a in (extents.q, extents.k, extents.v, extents.out))
+        rows, e = m * math.prod(extents.out[:-1]), extents.dtype.itemsize
+        return cls(m * q, n * (k + v), m * out, rows, e, arithmetic(extents.dtype).itemsize)
+
+    def costs(self, sent: tuple[float, float], taken: tuple[float, float]) -> tuple[Cost, Cost]:
+        """Of the forward and of the gradient."""
+        inputs = (self.q + self.kv) * self.e
+        saved = self.out * self.e + self.lse * self.f
+        held = inputs + saved, 2 * inputs + saved + self.out * self.e
+        forward, backward = zip(sent, taken, held, strict=True)
+        return Cost(*map(round, forward)), Cost(*map(round, backward))
 
 
 def _all_gather(extents: Extents, size: int) -> Candidate:
-    e, f = extents.dtype.itemsize, arithmetic(extents.dtype).itemsize
-    elements = extents.seqlen_k * (math.prod(extents.k) + math.prod(extents.v))
-    parts = max(n for n in range(1, STAGES + 1) if extents.heads_kv % n == 0)
-    held = min(2, parts) / parts
-    moved, back = ((size - 1) * elements * each for each in (e, f))
-    local_dq = extents.seqlen_q * math.prod(extents.q) * f // size
+    own = _Rank.of(extents, size)
+    e, f = own.e, own.f
+    stages = max(n for n in range(1, STAGES + 1) if extents.heads_kv % n == 0)
+    kv, slots = size * own.kv / stages, min(2, stages)
+    moved, back = (size * (size - 1) * own.kv * each for each in (e, f))
+    # Own keys of a stage in the order of rows; of the gradient dk and dv, a part of them, what is
+    # on its way and what came, and dq of two stages.
+    wire = own.kv / stages * e
+    forward, backward = slots * kv * e + wire, kv * (slots * e + 4 * f) + slots * own.q / stages * f
     return Candidate(
-        "all_gather", 0, "", moved, moved + back, round(held * elements * e),
-        round(held * elements * (e + 2 * f)) + local_dq,
-    )  # fmt: skip
+        "all_gather", 0, "", *own.costs((moved, moved + back), (forward, backward + wire))
+    )
 
 
 def _two_level(method: str, extents: Extents, size: int, across: int) -> Candidate:
     refusal = extents.refusal(across)
     if refusal:
-        return Candidate(method, across, refusal, 0, 0, 0, 0)
-    e, f = extents.dtype.itemsize, arithmetic(extents.dtype).itemsize
-    m, n, ring = extents.seqlen_q, extents.seqlen_k, size // across
-    q, out = m * math.prod(extents.q), m * math.prod(extents.out)
-    rows = m * math.prod(extents.out[:-1])
+        return Candidate(method, across, refusal)
+    own, ring = _Rank.of(extents, size), size // across
+    q, o, e, f = own.q, own.out, own.e, own.f
     part = 1 if extents.heads_kv <= 1 else max(1 / across, 1 / extents.heads_kv)
-    kv = n * (math.prod(extents.k) + math.prod(extents.v)) * part  # of own heads
-    others = (across - 1) / across
-    to_heads = others * q * e + (across - 1) * kv * e
-    around = (ring - 1) * across * kv * e
-    home = (ring - 1) * across * kv * f
-    forward = to_heads + around + others * (out * e + rows * f)
-    backward = to_heads + others * (2 * out * e + rows * f) + around + home
-    backward += others * q * e + (across - 1) * kv * f
-    slots = (2 if ring > 1 else 1) * kv * across / size
-    taken = (out + rows) * f / size + slots * e
-    exchanged = (q + out) * e / size if across > 1 else 0
-    # Sums of dq and a part of it; of dk and dv own ones, a part, what is under way and what came.
-    sums_of_keys = {1: 1, 2: 3}.get(ring, 5) * kv * across / size
-    more = ((2 if ring > 1 else 1) * q / size + sums_of_keys) * f
-    return Candidate(
-        method, across, "", round(forward), round(backward), round(taken + exchanged),
-        round(taken + 2 * exchanged + more - (out + rows) * f / size),
-    )  # fmt: skip
+    kv, rows = across * own.kv * part, own.lse  # of all rows of the group, own heads
+    others, exchanges = (across - 1) / across, across > 1
+    to_heads = others * (q + kv) * e
+    around, home = (ring - 1) * kv * e, (ring - 1) * kv * f
+    sent = to_heads + around + others * (o * e + rows * f)
+    sent_back = to_heads + around + home + others * (2 * o * e + rows * f + q * e + kv * f)
+    # What is held while heads are exchanged, while blocks are computed, and while results are sent
+    # home. Of a ring the sum so far and a part of it, keys that are used and that come.
+    slots = min(ring - 1, 2) * kv * e
+    collected = (q + kv) * e * exchanges
+    sums = slots + ((e < f) * o * f + (o + rows) * f if ring > 1 else 0)
+    forward = (2 - 1 / across) * collected, collected + sums, 3 * (o * e + rows * f) * exchanges
+    # Of a gradient dq by own and by other keys and a part of it; dk and dv by own queries, a part,
+    # what is on its way, what came and its sum.
+    collected += (2 * o * e + rows * f) * exchanges
+    sums = slots + min(ring, 3) * q * f + (1 if ring == 1 else min(ring + 1, 5)) * kv * f
+    backward = (
+        (2 - 1 / across) * collected,
+        collected + sums - (q + own.kv) * e,
+        (3 * q * e + 2 * kv * f + own.kv * (f - e)) * exchanges,
+    )
+    taken = max(forward), max(backward)
+    return Candidate(method, across, "", *own.costs((size * sent, size * sent_back), taken))
 
 
 def candidates(extents: Extents, size: int, per_host: int | None = None) -> list[Candidate]:
@@ -137,7 +181,7 @@ def candidates(extents: Extents, size: int, per_host: int | None = None) -> list
         found.append(_two_level("usp", extents, size, inner))
     else:
         text = f"{size} ranks, which are no groups of groups"
-        found.append(Candidate("usp", 0, text, 0, 0, 0, 0))
+        found.append(Candidate("usp", 0, text))
     return found
 
 
@@ -165,11 +209,11 @@ def chosen(
             if own := [c for c in able if c.method == wanted]:
                 return own[0], "several hosts: heads stay within a host, or else keys go round"
     able = [c for c in able if c.method != "usp"]
-    enough = [c for c in able if memory is None or c.backward_memory <= memory]
+    enough = [c for c in able if memory is None or c.backward.taken <= memory]
     if not enough:
-        return min(able, key=lambda c: c.backward_memory), "the least memory, though more is taken"
+        return min(able, key=lambda c: c.backward.taken), "the least memory, though more is taken"
     return (
-        min(enough, key=lambda c: (c.forward_bytes + c.backward_bytes, c.method != "ring")),
+        min(enough, key=lambda c: (c.sent, c.method != "ring")),
         "the fewest bytes of the methods that fit into memory",
     )
 
@@ -184,15 +228,20 @@ def checked_method(method: object) -> str:
     return method
 
 
-def table(found: Sequence[Candidate], size: int) -> list[str]:
-    """Lines of MiB that a rank sends, and takes, by method."""
-    lines = [f"{'':12}{'sent by a rank, MiB':>24}{'taken, MiB':>24}"]
-    lines.append(f"{'method':12}{'forward':>12}{'gradient':>12}{'forward':>12}{'gradient':>12}")
+def table(found: Sequence[Candidate], size: int, tokens: int) -> list[str]:
+    """Lines by method: MiB that a rank sends and takes, and the longest sequence, computed."""
+    heads = ("sent by a rank, MiB", "taken by a rank, MiB", f"tokens in {_MEMORY >> 30} GiB a rank")
+    lines = [" " * 12 + "".join(f"{head:>26}" for head in heads)]
+    lines.append(f"{'method':12}" + f"{'forward':>14}{'gradient':>12}" * 3)
     for c in found:
         if c.refusal:
             lines.append(f"{c.method:12}  cannot serve {c.refusal}")
             continue
-        sent = (c.forward_bytes / size, c.backward_bytes / size)
-        numbers = (*sent, c.forward_memory, c.backward_memory)
-        lines.append(f"{c.method:12}" + "".join(f"{n / 2**20:12,.1f}" for n in numbers))
+        costs = c.forward, c.backward
+        columns = (
+            [f"{cost.sent / size / 2**20:,.1f}" for cost in costs],
+            [f"{cost.taken / 2**20:,.1f}" for cost in costs],
+            [f"{tokens * _MEMORY // max(cost.taken + cost.held, 1):,}" for cost in costs],
+        )
+        lines.append(f"{c.method:12}" + "".join(f"{a:>14}{b:>12}" for a, b in columns))
     return lines

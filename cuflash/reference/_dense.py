@@ -64,6 +64,8 @@ def attention(
 ) -> Any:
     """Dense attention; see :func:`cuflash.attention` for parameters.
 
+    Elements of 8 bits are multiplied by their scales first, in ``dtype``.
+
     Examples
     --------
     >>> import numpy as np, cuflash
@@ -108,6 +110,9 @@ def attention_backward(
         dq = scale * draw k,   dk = scale * draw^T q,   dscale = sum(draw * q.k)
         dbias = dscore,   dslope = -sum(dscore * |m + offset - n|)
         dsink = -sum over rows of exp(sink - lse) * delta
+
+    Of 8-bit inputs q, k and v are their elements times their scales, and so are the gradients with
+    respect to these.
 
     Examples
     --------

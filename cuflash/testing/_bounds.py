@@ -54,8 +54,11 @@ def sum_error(terms: int) -> float:
     return min(float(terms), 3 * math.sqrt(terms))
 
 
-#: Of a sum of products of 8 bits: tensor cores keep 13 bits of it beside the largest.
-_LOST_OF_FLOAT8 = 2.0**-12
+#: Tensor cores sum products of 8 bits by steps: so many of them and the sum so far are cut off 13
+#: bits behind the largest, and so is their sum.
+_STEP, _CUT = 32, 2.0**-13
+#: Of out: sums over this many keys are added in float32.
+_KEYS_OF_SUM = 128
 
 
 class Bounds:
@@ -72,10 +75,11 @@ class Bounds:
         self.w = float(finfo(call.dtype).eps) / 2 if half else 0.0
         self.t = float(finfo(call.dtype).smallest_subnormal) / 2 if half else 0.0
         self.z = (1 + 2.0**-10) ** 2 - 1 if call.tf32 else 0.0  # z' of the derivation
+        self.z_out = self.z
         if call.float8:
             self.w = float(finfo(WEIGHTS).eps) / 2
             self.t = float(finfo(WEIGHTS).smallest_subnormal) / float(2 * WEIGHT_FACTOR)
-            self.z = _LOST_OF_FLOAT8
+            self.z_out = _KEYS_OF_SUM // _STEP * (_STEP + 2) * _CUT
         self.tiny = float(np.finfo(self.accumulator).tiny)
         self.given: tuple[Array, Array] | None = None
 
@@ -121,7 +125,7 @@ class Bounds:
             parts = [type(self)(entry).forward for entry in self.entries]
             rows = ([getattr(p, n) for p in parts] for n in ("lse", "lse_error", "visible"))
             return Forward(self.joined([p.out for p in parts]), *map(self.stacked, rows))
-        error = (self.mean_error + self.tf32_mean)[..., 0]
+        error = (self.mean_error + self.lost_mean)[..., 0]
         return Forward(self.out, self.truth.lse, error, self.inputs.visible.any(-1))
 
     @cached_property
@@ -210,21 +214,36 @@ class Bounds:
         return self.inputs.kept * self.inputs.kept_scale
 
     @cached_property
-    def tf32_mean(self) -> Array:
-        """sum_n(P e) of TF32, (batch, m, 1)."""
-        return self.z * (self.p * self.score_sum).sum(-1, keepdims=True)
+    def score_lost(self) -> Array:
+        """E of TF32 or of sums of products of 8 bits, (batch, m, n)."""
+        if not self.call.float8:
+            return self.z * self.score_sum
+        x = self.inputs
+        keys = x.k.swapaxes(-1, -2)
+        total, lost = np.zeros((2, *self.p.shape))
+        for first in range(0, x.q.shape[-1], _STEP):
+            q, k = x.q[..., first : first + _STEP], keys[..., first : first + _STEP, :]
+            largest = np.hypot(total, np.sqrt(q**2 @ k**2))  # or more
+            total = total + q @ k
+            lost = lost + _CUT * ((_STEP + 1) * largest + np.abs(total))
+        return abs(x.scale) * lost
 
     @cached_property
-    def tf32_weight(self) -> Array:
-        """P r of TF32, (batch, m, n)."""
-        return self.p * (self.z * self.score_sum + self.tf32_mean)
+    def lost_mean(self) -> Array:
+        """sum_n(P e) of the same, (batch, m, 1)."""
+        return (self.p * self.score_lost).sum(-1, keepdims=True)
+
+    @cached_property
+    def lost_weight(self) -> Array:
+        """P r of the same, (batch, m, n)."""
+        return self.p * (self.score_lost + self.lost_mean)
 
     @cached_property
     def out(self) -> Tensor:
         x = self.inputs
         v = np.abs(x.v)
         accumulation = ((self.p * self.relative_error + self.tiny * x.visible) * self.factor) @ v
-        lost = (self.w + self.z) * self.p + self.t * x.visible + self.tf32_weight
+        lost = (self.w + self.z_out) * self.p + self.t * x.visible + self.lost_weight
         rounding = (lost * self.factor) @ v
         return Tensor(
             "out", self.truth.out, self.model[0], self.unrounded[0], accumulation, rounding,
@@ -278,7 +297,7 @@ class Bounds:
         draw = ds * slope + p * reach * u * steep
         out = np.abs(np.nan_to_num(self.truth.out.astype(np.float64), posinf=0.0, neginf=0.0))
         delta_w = w * (dout * out).sum(-1, keepdims=True)
-        z, weight = self.z, self.tf32_weight
+        z, weight = self.z, self.lost_weight
         lost = (w + z) * p + self.t * x.visible + weight
         delta_w = delta_w + (lost * products).sum(-1, keepdims=True)
         ds_w = weight * reach + p * (z * products + delta_w)
@@ -310,7 +329,7 @@ class Bounds:
             "v": lambda: (lost * factor).swapaxes(-1, -2) @ dout,
             "bias": lambda: ds_w,
             "alibi_slopes": lambda: (ds_w * x.distance).sum((-1, -2)),
-            "sink": lambda: (sink_p * (delta_w + self.tf32_mean * (mean + y)))[..., 0].sum(-1),
+            "sink": lambda: (sink_p * (delta_w + self.lost_mean * (mean + y)))[..., 0].sum(-1),
             "scale": lambda: raw_w * raw_sum,
         }
         magnitude = {

@@ -113,7 +113,11 @@ P by a part of at most r = e + sum_n(P e). Added to W, and for lse to R4:
 
 *Operands of 8 bits* have no rounding of their own: T is of what they are dequantised to. Weights
 are rounded to float8_e4m3fn, 2^8 times as large: of out w = 2^-4, t = 2^-18. Hopper's tensor cores
-cut a sum of products of 8 bits off after 13 bits behind the largest of it: z' = 2^-12, as of TF32.
+sum 32 products x at once: these and the sum so far are cut off 13 bits behind the largest of them,
+and so is what comes out (Xie et al. 2025, MMA-Sim). A step that makes s' of s loses at most
+    2^-13 (33 sqrt(s^2 + sum x^2) + |s'|),
+and a score e = |scale| times the sum of this over the steps, in place of z' S. Of out, sums over
+128 keys are added in float32, and z' = 4 * 34 * 2^-13.
 Gradients are those of the dequantised arrays, by the rules of their dtype.
 """
 

@@ -58,6 +58,16 @@ def sparse_integers(rng: Generator, q: Shape, k: Shape, v: Shape) -> Inputs:
     return draw(q), draw(k), draw(v)
 
 
+def outliers(rng: Generator, q: Shape, k: Shape, v: Shape) -> Inputs:
+    """N(0, 1), and N(0, 100) on a thousandth of the elements (FlashAttention-3, section 4.3)."""
+
+    def draw(shape: Shape) -> Array:
+        rare = rng.random(shape) < 1e-3
+        return rng.standard_normal(shape) + 10 * rng.standard_normal(shape) * rare
+
+    return draw(q), draw(k), draw(v)
+
+
 def _shifted(logit: float) -> Callable[[Generator, Shape, Shape, Shape], Inputs]:
     def draw(rng: Generator, q: Shape, k: Shape, v: Shape) -> Inputs:
         level = sqrt(abs(logit) / sqrt(q[-1]))  # q.k / sqrt(d) = d * level**2 / sqrt(d)
@@ -104,6 +114,7 @@ FAMILIES: dict[str, Callable[[Generator, Shape, Shape, Shape], Inputs]] = {
     "one_hot": one_hot,
     "constant_rows": constant_rows,
     "sparse_integers": sparse_integers,
+    "outliers": outliers,
     **{name: _shifted(logit) for name, logit in SHIFTS.items()},
     **{name: _one_sign(*bounds) for name, bounds in ONE_SIGN.items()},
 }

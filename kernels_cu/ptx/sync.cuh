@@ -48,7 +48,7 @@ CUFLASH_DEVICE void pause() {
 }
 
 // Every warp of a warpgroup executes it; `count` is per thread, a multiple of 8 from 24 to 256.
-// D84.
+// (D84)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
 template <int count>
 CUFLASH_DEVICE void setmaxnreg_dec() {

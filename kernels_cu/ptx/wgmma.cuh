@@ -1,5 +1,5 @@
 // Warpgroup matrix instructions of sm_90a: order, descriptors. The products are in
-// wgmma_products.cuh and wgmma_tf32.cuh.
+// wgmma_products.cuh and wgmma_k_major.cuh.
 //
 // ptxas keeps products asynchronous only if it can see that no register of theirs is touched in
 // flight: fence, products, commit, and `pin` on all their registers before and after.

@@ -48,9 +48,9 @@ struct RowTile : OwnedTile {
   }
 };
 
-// The keys of a thread block, where those of a tile are dealt out to several: whole blocks, at
-// places that the extents of the arrays alone decide; part_keys, or of packed sequences, which
-// differ, as often twice as many as all parts hold them. All of them elsewhere.
+// The keys of a thread block: all, or where a tile's keys are split among several a part of whole
+// blocks, part_keys long. Of packed sequences, which differ in length, parts are doubled until
+// num_splits of them hold the sequence. The extents of the arrays alone decide where parts lie.
 template <bool split>
 struct PartOfTile {
   static constexpr int index = 0;

@@ -16,9 +16,9 @@ CUFLASH_DEVICE Real kept_scale(const ScoreParams& params) {
   return Config::dropout ? params.kept_scale : 1;
 }
 
-// The bits of 16 queries from 16 * q_block on and of 16 keys from 16 * k_block on, for the query
-// q_low in 0..7 and the keys 2 * k_pair and 2 * k_pair + 1: half `k` of word 2 * (q >= 8) + (k >=
-// 8).
+// Of the 16 queries from 16 * q_block on and the 16 keys from 16 * k_block on: the words of queries
+// q_low and q_low + 8 with keys 2 * k_pair, the next, and these plus 8. A pair (q, k) of the block
+// has word 2 * (q >= 8) + (k >= 8), and of it half k % 2.
 CUFLASH_DEVICE RandomWords drawn(const Score& score, int q_block, int q_low, int k_block,
                                  int k_pair) {
   // 16 queries, or keys, take 8 or 4 counters; parts of a call begin at multiples of 16.

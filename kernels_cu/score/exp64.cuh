@@ -1,6 +1,5 @@
 // 2^x in float64, for the weights of float64 softmax: table and polynomial, at most one unit in the
-// last place off (0.992 by tests over its range, 1.004 by the sum of what each step may lose).
-// D46.
+// last place off (0.992 by tests over its range, 1.004 by what each step may lose). (D46)
 //
 //   x = i / 32 + r,  i an integer,  |r| <= 1/64
 //   2^x = 2^(i / 32) (1 + r q(r)),  q(r) = (2^r - 1) / r
@@ -31,8 +30,7 @@ struct MemoryPowers {
   CUFLASH_DEVICE uint64_t operator()(int i) const { return exp2_table[i & 31]; }
 };
 
-// The table in the registers of a warp: no memory is read, but all its lanes have to ask together.
-// D47.
+// The table in the registers of a warp: no memory is read, but all lanes ask together. (D47)
 struct LanePowers {
   uint32_t low, high;  // of this lane's entry
 

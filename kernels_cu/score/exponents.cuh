@@ -1,5 +1,5 @@
-// What the products of a block that a row sees whole are as exponents: a few multiply-adds each,
-// where Score::exponent_of_product. A row's reference stays as it is; no logit is formed.
+// Exponents straight from the products of a block that a row sees whole, by a few multiply-adds
+// each, where Score::exponent_of_product. The row's reference stays as it is; no logit is formed.
 //
 //   log2 exp(logit - reference) = product * scale_log2 - slope_log2 * |q + offset - k| - shift
 //

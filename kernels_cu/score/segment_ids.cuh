@@ -1,4 +1,4 @@
-// Segment ids: which of them lie between what bounds, and which are one's own.
+// Bounds of the segment ids of neighbouring queries or keys, and which ids equal a row's own.
 #pragma once
 
 #include "params.cuh"

@@ -40,8 +40,7 @@ struct HeldSoftmax {
     }
   }
 
-  // Scores become 2^(exponent - reference); what was summed under another reference is rescaled.
-  // D49.
+  // Scores become 2^(exponent - reference); what was summed under another is rescaled. (D49)
   template <int tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&s_acc)[slices][tiles][4], Real (&o_acc)[slices][out_tiles][4],
                              const Score& score) {

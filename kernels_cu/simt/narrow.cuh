@@ -60,7 +60,7 @@ struct alignas(16) Query {
   CUFLASH_DEVICE Real lse() const { return element[width + width_v]; }
   CUFLASH_DEVICE Real delta() const { return element[width + width_v + 1]; }
 
-  // Of one that sees nothing nothing else is read.
+  // Of a query that sees nothing, nothing else is read.
   CUFLASH_DEVICE void load(const RowSource& from_q, const RowSource& from_dout,
                            RowStatistics statistics, int q_idx) {
     const bool sees = statistics.lse != infinity();

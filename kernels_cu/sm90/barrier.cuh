@@ -29,8 +29,7 @@ CUFLASH_DEVICE void arrive_as_warp(uint64_t& barrier) {
 }
 
 // Arrivals of a warp whose lanes have all read what is written anew after the phase: they meet, and
-// one speaks for all. racecheck follows no arrival but a thread's own: under it every lane arrives.
-// D29.
+// one speaks for all. racecheck follows a thread's own arrival only: under it all arrive. (D29)
 constexpr int reader_arrivals = Config::under_racecheck ? 32 : 1;
 
 CUFLASH_DEVICE void arrive_as_readers(uint64_t& barrier, bool mine) {

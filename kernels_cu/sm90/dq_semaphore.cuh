@@ -1,4 +1,5 @@
-// Whose turn it is to add to the sums of each block of queries, after the number of tiles drawn.
+// Whose turn it is to add to the sums of each block of queries: how many tiles have. Turns lie
+// behind the counter from which tiles are drawn.
 #pragma once
 
 #include "ptx/sync.cuh"

@@ -4,7 +4,7 @@
 #include "numeric.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/special.cuh"
-#include "ptx/wgmma_e4m3.cuh"
+#include "ptx/wgmma_k_major.cuh"
 #include "ptx/wgmma_products.cuh"
 
 namespace cuflash {

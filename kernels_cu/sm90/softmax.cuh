@@ -5,9 +5,9 @@
 
 namespace cuflash {
 
-// Weights are 2^8 times what they are against the rows' reference, or more where that was outgrown
-// a little: e4m3 holds numbers up to 448 and loses bits below 2^-6. Those of 16 bits hold a
-// reference that was outgrown by 2^8.
+// e4m3 holds numbers up to 448 and loses bits below 2^-6: its weights are 2^8 times what they are
+// against the row's reference, which scores may exceed by a factor of 2^most_growth. Weights of 16
+// bits are not scaled, and that factor is 2^8.
 constexpr float weight_exponent = is_fp8 ? 8.0f : 0.0f, weight_unit = is_fp8 ? 0x1p-8f : 1.0f;
 constexpr float most_growth = is_fp8 ? 0.75f : 8.0f;
 

@@ -5,8 +5,7 @@
 // memory as tiles of its parts, split once for all warpgroups.
 #pragma once
 
-#include "ptx/wgmma.cuh"
-#include "ptx/wgmma_tf32.cuh"
+#include "ptx/wgmma_k_major.cuh"
 #include "tile/matmul_sm80.cuh"
 
 namespace cuflash {

@@ -5,9 +5,8 @@
 
 namespace cuflash {
 
-// Where a key of an entry lies whose table begins at `numbers`; its pages, and rows of a page, are
-// so many elements apart. A number of no page is that of the first or of the last: no foreign
-// memory is read.
+// Where a key lies, in elements from the first page; `numbers` are the pages of its entry, in
+// order. A number that is no page's is clamped to the first or the last: no foreign memory is read.
 CUFLASH_DEVICE int64_t place_in_pages(const ForwardParams& params, const int32_t* numbers, int key,
                                       int64_t page_stride, int64_t row_stride) {
   const int column = key / params.page_size;

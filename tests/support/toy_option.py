@@ -16,6 +16,7 @@ import pytest
 import cuflash
 from cuflash import Options, reference
 from cuflash._problem.problem import describe
+from cuflash._results import Saved
 from cuflash.testing._strategies import HALVES
 from support import covering, problems
 
@@ -112,9 +113,9 @@ def kernels(folder: str, dtype: str) -> None:
         given = options_on_device(Options(**options))
         problem = describe(q, k, v, given)
         out, lse = (device.memory(shape, dtype) for shape in (problem.out_shape, problem.lse_shape))
-        run.forward(problem, q, k, v, given, out, lse)
+        run.forward(problem, (q, k, v), given, out, lse)
         found = {name: device.memory(q.shape, dtype) for name in "qkv"}
-        run.backward(problem, dout, q, k, v, out, lse, None, given, found)
+        run.backward(problem, (q, k, v), given, Saved(dout, out, lse), found)
     near(out, expected.out, dtype, "out")
     near(lse, expected.lse, dtype, "lse")
     for name, gradient in found.items():

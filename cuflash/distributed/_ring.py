@@ -1,0 +1,179 @@
+"""How do keys of all ranks come to the queries of one, step by step?
+
+Step i computes with keys and values of the rank i before (Liu et al. 2023), which come straight
+from there, and float32 parts are merged. In the gradient they come again, and their gradients go
+straight home, in float32. Ranks may stand for groups that exchange heads: their shares are of all
+rows of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+from cuflash._arrays import Array, rounded
+from cuflash._results import Saved
+from cuflash.distributed._blocks import Block, Bounds, blocks_of, lasts_of
+from cuflash.distributed._communicator import Compute, Exchange, Schedule, Wait
+from cuflash.distributed._layout import rows_of
+from cuflash.distributed._parts import Stage, stages_of
+from cuflash.distributed._share import KV, OptionGradients, Share, rows_back, rows_first
+from cuflash.distributed._sums import Merged, Summed, rounded_sum
+
+
+def _wire(share: Share, array: Array) -> Array:
+    """A canonical array as it is sent; no copy of what was collected, or is in C order."""
+    return rows_first(array) if share.collected else share.xp.ascontiguousarray(array)
+
+
+def _of_wire(share: Share, array: Array) -> Array:
+    """Canonical view of what is sent."""
+    return rows_back(array) if share.collected else array
+
+
+def _exchange(
+    share: Share, step: int, arrays: Iterable[Array], coming: Iterable[Array]
+) -> Exchange:
+    """Arrays for the rank ``step`` behind, and ``coming`` from that ahead."""
+    to, source = (share.peers[(share.rank + s) % share.size] for s in (step, -step))
+    return Exchange(tuple((to, a) for a in arrays), tuple((source, a) for a in coming))
+
+
+def _bring(share: Share, own: list[Array], step: int) -> Schedule:
+    """Begin to get keys and values of the rank ``step`` ahead, for which own ones go behind.
+
+    Returns a ticket and what will have come.
+    """
+    coming = []
+    for array in own:
+        shape = list(array.shape)
+        shape[0 if share.collected else -2] = rows_of(share.keys[(share.rank - step) % share.size])
+        coming.append(share.xp.empty(tuple(shape), array.dtype))
+    return (yield _exchange(share, step, own, coming)), coming
+
+
+def _blocks(share: Share, step: int, bounds: Bounds) -> tuple[Block, ...]:
+    """Calls of own queries against keys of the rank ``step`` ahead."""
+    keys = share.keys[(share.rank - step) % share.size]
+    has_sink = step == 0 and "sink" in share.options.arrays
+    return blocks_of(share.queries[share.rank], keys, bounds, sink=has_sink)
+
+
+def forward(share: Share) -> Schedule:
+    """``out`` and lse of own rows and heads, canonical, in the dtypes of results."""
+    xp, problem, parts = share.xp, share.problem, share.parts(share.heads)
+    own = kv = [_wire(share, a) for a in (share.k, share.v)]
+    heads = () if share.heads is None else (share.heads.stop - share.heads.start,)
+    lse_shape = (*problem.batch_shape[:-1], *heads, share.q.shape[-2])
+    out = xp.empty((*lse_shape, problem.head_dim_v), problem.dtype)
+    merged = Merged(xp, out, share.sums_dtype, lse_shape)
+
+    def compute(block: Block, last: bool) -> None:
+        k, v = (_of_wire(share, a) for a in kv)
+        parts.forward_onto(merged, block, (share.q, k, v), last=last)
+
+    steps = [_blocks(share, step, parts.bounds) for step in range(share.size)]
+    last = lasts_of(steps)
+    for step, blocks in enumerate(steps):
+        coming = None
+        if step + 1 < share.size:
+            coming = yield from _bring(share, own, step + 1)
+        for block in blocks:
+            yield Compute(partial(compute, block, next(last)), parts.scores(block))
+        if coming is not None:
+            ticket, kv = coming
+            yield Wait(ticket)
+    return merged.finished()
+
+
+def backward(share: Share, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
+    """Gradients of own rows, canonical, and of options, by name."""
+    of_options = OptionGradients(share, wanted)
+    gradients = yield from of_qkv(share, saved, wanted, of_options)
+    return gradients | (yield from of_options.finished())
+
+
+def of_qkv(
+    share: Share, saved: Saved, wanted: tuple[str, ...], of_options: OptionGradients
+) -> Schedule:
+    """Gradients of own rows and heads, canonical; of keys that were collected in float32."""
+    xp, dtype = share.xp, share.sums_dtype
+    own, names = [_wire(share, a) for a in (share.k, share.v)], [n for n in KV if n in wanted]
+
+    def room(kv: list[Array]) -> dict[str, Array]:
+        """For dk and dv, as wires."""
+        return {n: xp.empty(a.shape, dtype) for n, a in zip(KV, kv, strict=True) if n in names}
+
+    def computed(
+        step: int, stage: Stage, kv: list[Array], dkv: dict[str, Array], dq: Summed
+    ) -> Schedule:
+        """Gradients of a stage's heads by the keys of one rank: dk and dv anew."""
+        parts, of_heads = share.parts(stage.heads), stage.of_saved(saved)
+        k, v = (stage.of_kv(_of_wire(share, a)) for a in kv)
+        qkv = stage.of_q(share.q), k, v
+        onto = {n: Summed(stage.of_kv(_of_wire(share, a))) for n, a in dkv.items()}
+        sums = onto | ({"q": dq} if "q" in wanted else {})
+
+        def compute(block: Block) -> None:
+            of_options.add(parts, block, parts.backward(block, qkv, of_heads, wanted, sums))
+
+        for block in _blocks(share, step, parts.bounds):
+            yield Compute(partial(compute, block), parts.scores(block))
+        for each in onto.values():
+            each.finish()
+
+    def of_own_keys(stage: Stage) -> Schedule:
+        of_stage = Summed(stage.of_q(dq))
+        yield from computed(0, stage, own, own_sums, of_stage)
+        of_stage.finish()
+
+    # Own keys come in two parts of the heads: while keys of other ranks arrive, and while
+    # gradients of own keys come home.
+    several = share.size > 1
+    first, *last = stages_of(share.heads, share.q, share.k, share.v, most=1 + several)
+    dq, own_sums = xp.empty(share.q.shape, dtype), room(own)
+    of_others = Summed(xp.empty(share.q.shape if several else (0, 0), dtype))
+    returned: list[Array] = []
+    back: list[Any] = []  # a ticket, and what comes home by it
+
+    def taken() -> Schedule:
+        """Add the gradients of own keys that another rank computed."""
+        yield Wait(back[0])
+        came = back[1]
+        back.clear()
+        for total, array in zip(returned, came, strict=False):
+            total += array
+        if not returned:
+            returned.extend(came)
+
+    if several:
+        ticket, coming = yield from _bring(share, own, 1)
+    yield from of_own_keys(first)
+    for step in range(1, share.size):
+        yield Wait(ticket)
+        kv = coming
+        if step + 1 < share.size:
+            ticket, coming = yield from _bring(share, own, step + 1)
+        parts = room(kv)
+        yield from computed(step, Stage(share.heads), kv, parts, of_others)
+        if back:
+            yield from taken()
+        if names:
+            came = [xp.empty(a.shape, dtype) for a in own_sums.values()]
+            back += (yield _exchange(share, -step, parts.values(), came)), came
+    for stage in last:
+        yield from of_own_keys(stage)
+    if back:
+        yield from taken()
+    totals = {}
+    if "q" in wanted:
+        total = of_others.added_to(dq, share.q.dtype) if several else dq
+        totals["q"] = rounded(total, share.q.dtype)
+    for name, array, others in zip_longest(names, own_sums.values(), returned):
+        rounds = dtype if share.collected else getattr(share, name).dtype
+        if others is not None:
+            array = rounded_sum(array, others, xp.empty(array.shape, rounds))
+        totals[name] = rounded(_of_wire(share, array), rounds)
+    return totals

@@ -1,0 +1,147 @@
+"""How do ranks exchange rows for heads, so that each has all rows of a part of the heads?
+
+Groups of ``across`` neighbours do (Jacobs et al. 2023). With several groups the ring runs between
+them, among the ranks with the same heads: USP (Fang and Zhao 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cuflash._arrays import Array, rounded
+from cuflash._problem.options import with_arrays
+from cuflash._results import Saved
+from cuflash.distributed import _ring
+from cuflash.distributed._communicator import Schedule, Wait
+from cuflash.distributed._layout import Chunks, joined
+from cuflash.distributed._parts import Heads
+from cuflash.distributed._share import (
+    Group,
+    OptionGradients,
+    Share,
+    begun,
+    rows_back,
+    rows_first,
+)
+
+#: Kinds of arrays, and their axis of rows.
+ROWS = {"q": -2, "k": -2, "lse": -1, "segment_ids_q": -1}
+
+
+@dataclass(frozen=True)
+class _Neighbours:
+    """A rank and those with which it exchanges heads."""
+
+    share: Share
+    across: int
+
+    def group(self, kind: str) -> Group:
+        """Who of them has which queries or keys."""
+        first = self.share.rank // self.across * self.across
+        chunks = self.share.keys if kind == "k" else self.share.queries
+        return Group(self.share.rank, range(first, first + self.across), chunks)
+
+    def heads(self, rank: int) -> Heads:
+        """The query heads that a rank computes."""
+        heads = self.share.heads or Heads(0, 1, 1)
+        each, place = heads.total // self.across, rank % self.across
+        return Heads(place * each, (place + 1) * each, heads.total)
+
+    def own_heads(self, rank: int, kind: str) -> Any:
+        """Index of the heads that a rank needs, in an array with its rows first.
+
+        Keys without an axis of heads, or with one head, all ranks need.
+        """
+        heads = self.heads(rank)
+        own = self.share.kv_heads(heads) if kind == "k" else slice(heads.start, heads.stop)
+        if kind == "segment_ids_q" or own is None or own == slice(None):
+            return ...
+        return (..., own) if kind == "lse" else (..., own, slice(None))
+
+    def collected(self, *arrays: tuple[str, Array]) -> Schedule:
+        """Rows of the group for own heads, of canonical arrays of each kind, in one exchange."""
+        found, xp = [], self.share.xp
+        for kind, array in arrays:
+            wire = xp.moveaxis(array, ROWS[kind], 0)
+            if self.own_heads(self.share.rank, kind) is ...:
+                wire = xp.ascontiguousarray(wire)  # of which each rank gets all
+
+            def part_for(other: int, kind: str = kind, wire: Array = wire) -> Array:
+                part: Array = xp.ascontiguousarray(wire[self.own_heads(other, kind)])
+                return part
+
+            found.append(self.group(kind).gather(part_for))
+        ticket, brought = yield from begun(found)
+        yield Wait(ticket)
+        return [rows_back(a, ROWS[kind]) for (kind, _), a in zip(arrays, brought, strict=True)]
+
+    def shared_rows(self, *others: tuple[str, Array]) -> Schedule:
+        """The share of all rows and own heads, and other arrays of these."""
+        share, options = self.share, self.share.options
+        arrays = [("q", share.q), ("k", share.k), ("k", share.v), *others]
+        ids = options.arrays.get("segment_ids_q")
+        if ids is not None and "segment_ids_q" not in share.shared:
+            *found, ids = yield from self.collected(*arrays, ("segment_ids_q", ids))
+            options = with_arrays(options, options.arrays | {"segment_ids_q": ids})
+        else:
+            found = yield from self.collected(*arrays)
+        q, k, v, *rest = found
+        return replace(
+            share, rank=share.rank // self.across, q=q, k=k, v=v, options=options,
+            queries=self._of_groups(share.queries), keys=self._of_groups(share.keys),
+            heads=self.heads(share.rank), collected=True,
+            peers=range(share.rank % self.across, share.size, self.across),
+        ), rest  # fmt: skip
+
+    def _of_groups(self, chunks: Sequence[Chunks]) -> tuple[Chunks, ...]:
+        """The rows of each group."""
+        groups = (chunks[i : i + self.across] for i in range(0, len(chunks), self.across))
+        return tuple(joined(tuple(c for own in group for c in own)) for group in groups)
+
+    def distributed(self, *arrays: tuple[str, Array, tuple[int, ...]]) -> Schedule:
+        """Own rows of all heads, of given shapes, from rows of the group for own heads.
+
+        In one exchange. Parts of shared keys are summed.
+        """
+        found, results, xp = [], [], self.share.xp
+        for kind, array, shape in arrays:
+            result = xp.zeros(shape, array.dtype)
+            wide, group = xp.moveaxis(result, ROWS[kind], 0), self.group(kind)
+            shapes = {other: wide[self.own_heads(other, kind)].shape for other in group.ranks}
+            came = {other: xp.empty(own, array.dtype) for other, own in shapes.items()}
+            found.append(group.give_back(rows_first(array, ROWS[kind]), came))
+            results.append((kind, result, wide))
+        ticket, brought = yield from begun(found)
+        yield Wait(ticket)
+        for (kind, _, wide), came in zip(results, brought, strict=True):
+            for other, part in came.items():
+                wide[self.own_heads(other, kind)] += part
+        return [result for _, result, _ in results]
+
+
+def forward(share: Share, across: int) -> Schedule:
+    """``out`` and lse of own rows, canonical, in the dtypes of results."""
+    neighbours = _Neighbours(share, across)
+    collected, _ = yield from neighbours.shared_rows()
+    out, lse = yield from _ring.forward(collected)
+    del collected  # which frees memory before results are sent
+    shape = (*share.problem.batch_shape, share.q.shape[-2])
+    out_shape = (*shape, share.problem.head_dim_v)
+    return (yield from neighbours.distributed(("q", out, out_shape), ("lse", lse, shape)))
+
+
+def backward(share: Share, across: int, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
+    """Gradients of own rows, canonical, and of options, by name."""
+    neighbours, of_options = _Neighbours(share, across), OptionGradients(share, wanted)
+    dout, out, *rows = saved
+    collected, found = yield from neighbours.shared_rows(
+        ("q", dout), ("q", out), *(("lse", a) for a in rows if a is not None)
+    )
+    totals = yield from _ring.of_qkv(collected, Saved(*found), wanted, of_options)
+    del collected, found
+    arrays = [("q" if n == "q" else "k", a, getattr(share, n).shape) for n, a in totals.items()]
+    results = yield from neighbours.distributed(*arrays)
+    own = {n: rounded(a, getattr(share, n).dtype) for n, a in zip(totals, results, strict=True)}
+    return own | (yield from of_options.finished())

@@ -1,0 +1,133 @@
+"""Does a rank take as much memory as `explain` says, counted in live bytes?"""
+
+from __future__ import annotations
+
+import contextlib
+import tracemalloc
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from cuflash import distributed
+from cuflash.distributed import _parts
+from cuflash.distributed._communicator import Compute, Exchange, Wait, drive
+from cuflash.distributed._simulated import Simulated
+from cuflash.distributed._traffic import Extents, candidates
+
+ARRAYS = np.lib.tracemalloc_domain
+
+
+def traced():
+    """Bytes of all arrays."""
+    if not tracemalloc.is_tracing():
+        return 0
+    return sum(t.size for t in tracemalloc.take_snapshot().traces if t.domain == ARRAYS)
+
+
+class Counted(Simulated):
+    """Ranks whose arrays are counted, those of rank 0 by themselves.
+
+    Copies that the simulator keeps are made and dropped while no rank runs. What a rank sends is
+    held until it goes on after it has waited.
+    """
+
+    def __init__(self, size):
+        super().__init__(size)
+        self._begun = {}
+        self._waited = {rank: [] for rank in self.ranks}
+        self._elsewhere = None
+        self.live = self.most = 0
+
+    def start(self, exchanges):
+        ticket = object()
+        self._begun[ticket] = super().start(exchanges)
+        return ticket
+
+    def wait(self, ticket):
+        begun = self._begun.pop(ticket)
+        super().wait(begun)
+        for rank, exchange in begun[0].items():
+            self._waited[rank].append(exchange)
+
+    @contextlib.contextmanager
+    def on(self, rank):
+        self._elsewhere = traced() - self.live if rank == 0 else None
+        self._waited[rank].clear()
+        yield
+        self.look()
+        self._elsewhere = None
+
+    def look(self):
+        """Of rank 0, what lives now; it runs alone."""
+        if self._elsewhere is not None:
+            self.live = traced() - self._elsewhere
+            self.most = max(self.most, self.live)
+
+
+def most_taken(comm, call, monkeypatch):
+    """Most bytes that rank 0 held at once beside its results."""
+
+    def looking(whole):
+        def run(*given, **named):
+            comm.look()  # what kernels and the CPU path take is not a rank's
+            whole(*given, **named)
+
+        return run
+
+    for name in ("run_forward", "run_backward"):
+        monkeypatch.setattr(_parts, name, looking(getattr(_parts, name)))
+    call()  # what is kept of a first call is there from now on
+    comm.live = comm.most = 0
+    tracemalloc.start()
+    results = call()
+    tracemalloc.stop()
+    monkeypatch.undo()
+    return comm.most - sum(a.nbytes for a in results[0] if a is not None), results
+
+
+def test_what_is_counted(monkeypatch):
+    """Arrays of rank 0 alone, at the time when most of them live."""
+    comm = Counted(2)
+
+    def schedule(rank):
+        arrays = [np.empty(1000), np.empty(100)]
+        yield Compute(comm.look)
+        arrays.pop(0)
+        came = np.empty(100)
+        other = 1 - rank
+        yield Wait((yield Exchange(((other, arrays[0]),), ((other, came),))))
+        return np.empty(1), came
+
+    def call():
+        return drive(comm, {rank: schedule(rank) for rank in comm.ranks})
+
+    assert most_taken(comm, call, monkeypatch)[0] == 8800 - 808
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [bfloat16, np.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("method", "size"),
+    [("all_gather", 4), ("ring", 2), ("ring", 4), ("ring", 8), ("ulysses", 4), ("usp", 8)],
+)
+def test_live_bytes_are_those_of_explain(method, size, dtype, causal, monkeypatch):
+    """At most as many, and nearly: a mask makes blocks smaller, one head needs no transpose."""
+    heads, heads_kv, dim, rows = 16, 8, 32, 64 * size
+    shapes = [(n, rows, dim) for n in (heads, heads_kv, heads_kv, heads)]
+    rng = np.random.default_rng(0)
+    whole = [rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes]
+    comm, plain = Counted(size), distributed.simulated(size)
+    q, k, v, dout = (distributed.shard(a, comm=plain) for a in whole)
+    how = {"comm": comm, "method": method, "causal": causal, "enable_gqa": True}
+    forward, results = most_taken(
+        comm, lambda: distributed.attention(q, k, v, return_lse=True, **how), monkeypatch
+    )
+    outs, lses = zip(*results, strict=True)
+    gradient, _ = most_taken(
+        comm, lambda: distributed.attention_backward(dout, q, k, v, outs, lses, **how), monkeypatch
+    )
+    extents = Extents(rows, rows, (heads, dim), *[(heads_kv, dim)] * 2, (heads, dim), q[0].dtype)
+    own = next(c for c in candidates(extents, size) if c.method == method)
+    for counted, told in ((forward, own.forward.taken), (gradient, own.backward.taken)):
+        assert 0.7 <= counted / told <= 1.01

@@ -1,0 +1,97 @@
+"""Does the error budget know what the kernel of 8 bits does, and what it must not do?
+
+The kernel is emulated: `support/float8_kernel.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import reference
+from cuflash._problem.float8 import E5M2
+from cuflash.testing import FAMILIES, assert_attention_close
+from cuflash.testing._budget import BudgetError
+from cuflash.testing._families import OF_EVERY_DTYPE
+from support.float8_kernel import Quantized, emulated, quantized
+
+ROWS = 400  # the rules of a sample are for 316 rows
+NAMES = ("q_scale", "k_scale", "v_scale")
+
+
+def inputs_of(family: str, seed: int, queries: int, keys: int, d: int) -> list[np.ndarray]:
+    return list(FAMILIES[family](np.random.default_rng(seed), (queries, d), (keys, d), (keys, d)))
+
+
+def check(made: Quantized, claimed: tuple[Any, ...] | None = None, **arithmetic: Any) -> None:
+    """Compare the emulated kernel with the budget of a call with the ``claimed`` scales."""
+    found = emulated(*made[:3], [float(s.item()) for s in made.factors], **arithmetic)
+    scales = dict(zip(NAMES, claimed or made.factors, strict=True))
+    assert_attention_close(found, *made[:3], **scales)
+
+
+@pytest.mark.parametrize("family", OF_EVERY_DTYPE)
+@pytest.mark.parametrize("rotation", [None, 1])
+def test_what_the_kernel_does_passes(family: str, rotation: int | None) -> None:
+    for seed, rows, keys in ((0, ROWS, 333), (1, 100, 64), (2, 100, 1)):
+        check(quantized(inputs_of(family, seed, rows, keys, 64), rotation))
+
+
+@pytest.mark.parametrize("family", ["normal", "uniform"])
+def test_long_sums_pass(family: str) -> None:
+    check(quantized(inputs_of(family, 0, ROWS, 2048, 64), None))
+
+
+def test_sums_that_tensor_cores_keep_are_caught() -> None:
+    """They lose what they cut off, of values with a mean always in the same direction."""
+    made = quantized(inputs_of("uniform", 0, ROWS, 1024, 64), None)
+    with pytest.raises(BudgetError):
+        check(made, promotes=False)
+
+
+@pytest.mark.parametrize(
+    "mistake", [{"weight_exponent": -4.0}, {"weight_exponent": 12.0}, {"weights": E5M2}], ids=str
+)
+def test_weights_of_other_formats_are_caught(mistake: dict[str, Any]) -> None:
+    """With too small a factor most lose bits, with too large a one large ones are 448."""
+    made = quantized(inputs_of("normal", 0, ROWS, 500, 64), None)
+    check(made)
+    with pytest.raises(BudgetError):
+        check(made, **mistake)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scale_that_is_not_applied_is_caught(name: str) -> None:
+    made = quantized(inputs_of("normal", 0, ROWS, 300, 64), None)
+    claimed = tuple(s * (1 + (n == name)) for s, n in zip(made.factors, NAMES, strict=True))
+    with pytest.raises(BudgetError):
+        check(made, claimed)
+
+
+@settings(max_examples=5)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([(1024, 64), (1024, 128), (2048, 64)]))
+def test_a_rotation_spreads_outliers(seed: int, shape: tuple[int, int]) -> None:
+    """By the factor that the same rounding of operands has in float64, in every path."""
+    keys, d = shape
+    inputs = inputs_of("outliers", seed, 256, keys, d)
+    exact = reference.attention(*inputs)
+
+    def errors(rotation: int | None) -> np.ndarray:
+        made = quantized(inputs, rotation)
+        scales = dict(zip(NAMES, made.factors, strict=True))
+        found = (
+            reference.attention(*made[:3], **scales),
+            cuflash.attention(*made[:3], **scales),
+            emulated(*made[:3], [float(s.item()) for s in made.factors])[0],
+        )
+        return np.array([np.sqrt(((out - exact) ** 2).mean()) for out in map(np.float64, found)])
+
+    simulated, host, kernel = errors(None) / errors(1)
+    assert simulated > 1.2
+    assert abs(host / simulated - 1) < 0.02
+    assert abs(kernel / simulated - 1) < 0.05
