@@ -229,7 +229,7 @@ GPU_OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", GPU_OPTIONS)
 @pytest.mark.parametrize("d", [64, 256])
 def test_a_kernel_is_within_the_budget(cupy: Any, d: int, name: str) -> None:
-    """Of 8 bits where it is faster, else of dequantised arrays; with the same bits every time."""
+    """Of dequantised arrays, with the same bits every time."""
     rng = np.random.default_rng(0)
     heads = 1 if name == "shared heads" else 2
     x = [rng.standard_normal((2, h, n, d)) for h, n in ((2, 300), (heads, 340), (heads, 340))]
