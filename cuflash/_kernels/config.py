@@ -24,7 +24,9 @@ Precision = Literal["ieee", "tf32"]
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 #: Shared memory that the system keeps for itself in every thread block.
 RESERVED_SMEM = 1024
-ELEMENT_BYTES = {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ELEMENT_BYTES = {
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+}  # fmt: skip
 #: Enumerations of config.cuh, by the field that has one; any other text is a ``Dtype``.
 _ENUMS = {
     "precision": "Precision", "offset": "Offset", "sums_to": "SumsTo", "grad_of": "GradOf",
@@ -32,8 +34,8 @@ _ENUMS = {
 }  # fmt: skip
 #: PTX's names of dtypes, for texts of instructions.
 _PTX_DTYPES = {
-    "float8_e4m3fn": "e4m3", "float16": "f16", "bfloat16": "bf16", "float32": "f32",
-    "float64": "f64",
+    "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float16": "f16", "bfloat16": "bf16",
+    "float32": "f32", "float64": "f64",
 }  # fmt: skip
 
 

@@ -54,8 +54,8 @@ class DeviceArray(np.ndarray):
         return np.asarray(self)
 
 
-def on_device(array: Any, dtype: Any = None) -> DeviceArray:
-    return np.asarray(array, dtype).view(DeviceArray)
+def on_device(array: Any) -> DeviceArray:
+    return np.asarray(array).view(DeviceArray)
 
 
 def options_on_device(options: Options) -> Options:

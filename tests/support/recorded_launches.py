@@ -21,6 +21,7 @@ from cuflash._jit import compilation
 from cuflash._kernels.config import KernelConfig
 from cuflash._launch import (
     cache,
+    float8,
     kernel_launcher,
     plan,
     run,
@@ -58,6 +59,7 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
         library = _standing_for_cupy(run.cupy)
         patch.setitem(sys.modules, "cupy", library)
         patch.setattr(_arrays, "imported_cupy", lambda: library)
+        patch.setattr(float8, "dequantized", lambda *_: None)  # CuPy's own compiler has it
         patch.setattr(tile_counters, "address", lambda *_: 0)
         patch.setattr(tensor_map, "encode", lambda *_: bytes(tensor_map.MAP_BYTES))
         patch.setattr(tensor_map, "with_addresses", lambda maps, _: maps)
@@ -73,6 +75,5 @@ def _standing_for_cupy(library: Any) -> Any:
     cuda["runtime"] = SimpleNamespace(getDevice=lambda: 0, CUDARuntimeError=RuntimeError)
     as_strided = functools.partial(np.lib.stride_tricks.as_strided, subok=True)
     lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=as_strided))
-    own = {"ElementwiseKernel": lambda *_: lambda *_: None}
-    own |= {"ndarray": DeviceArray, "cuda": SimpleNamespace(**cuda), "lib": lib}
+    own = {"ndarray": DeviceArray, "cuda": SimpleNamespace(**cuda), "lib": lib}
     return SimpleNamespace(**vars(library) | own)
