@@ -8,6 +8,8 @@
 namespace cuflash {
 
 constexpr int tokens_of_block = 16;
+// They leave 64 registers to a thread; without a number ptxas aims for 32 to 48 and spills.
+constexpr int blocks_per_sm = 8;
 
 // The rows of one head of one array of pages.
 struct PageRows {
@@ -19,8 +21,8 @@ struct PageRows {
   }
 };
 
-CUFLASH_DEVICE void copy_row(Element* to, const Element* from, int width) {
-  for (int i = ptx::thread_index() % 32; i < width; i += 32) to[i] = from[i];
+CUFLASH_DEVICE void copy_row(Element* to, const Element* from, int width, int64_t from_stride = 1) {
+  for (int i = ptx::thread_index() % 32; i < width; i += 32) to[i] = from[i * from_stride];
 }
 
 CUFLASH_DEVICE void write(const CacheWriteParams& params) {
@@ -55,16 +57,13 @@ CUFLASH_DEVICE void write(const CacheWriteParams& params) {
     const int key = start + i, page = table[key / size], slot = key % size;
     turn_row(k_rows.row(page, head, slot), 1, k + i * of_k.row, of_k.column, params.head_dim, pairs,
              key);
-    Element* const to = v_rows.row(page, head, slot);
-    for (int c = ptx::thread_index() % 32; c < params.head_dim_v; c += 32) {
-      to[c] = v[i * of_v.row + c * of_v.column];
-    }
+    copy_row(v_rows.row(page, head, slot), v + i * of_v.row, params.head_dim_v, of_v.column);
   }
 }
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, cuflash::blocks_per_sm)
     cuflash_cache_write(const __grid_constant__ cuflash::CacheWriteParams params) {
   cuflash::write(params);
 }
