@@ -17,6 +17,7 @@ from cuflash._arrays import (
     on_device_of,
     refuse_capture,
     same_module,
+    to_int64,
 )
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import FLOATS, flag, integer_array, integer_value, is_integer
@@ -257,9 +258,7 @@ class KVCache:
             return contiguous(name, value, np.int64)
         if xp is not np:
             refuse_capture(name, "a contiguous int64 array on the device")
-        if value.dtype == np.uint64:  # what has no int64 is too many, not negative
-            value = value.clip(0, 2**63 - 1)
-        return xp.asarray(value).astype(np.int64)
+        return xp.asarray(to_int64(value))
 
     def _checked(self, k: Any, v: Any, counts: Any) -> tuple[Array, Array, Any]:
         """The arrays that are to be added."""
