@@ -161,6 +161,15 @@ def test_a_full_cache_writes_nothing() -> None:
     assert cache.lengths.tolist() == [8, 0, 5]
 
 
+@pytest.mark.parametrize(("most", "size"), [(8, 4), (9, 4), (11, 4), (3, 5), (7, 1)])
+def test_pages_are_as_many_as_let_every_sequence_grow(most: int, size: int) -> None:
+    """To its largest length; and none is left."""
+    cache = cuflash.KVCache(SEQUENCES, HEADS, D, max_length=most, page_size=size, dtype=np.float32)
+    k, _ = tokens(np.random.default_rng(1), most)
+    cache.append(k, k)
+    assert sorted(cache.page_table.ravel()) == list(range(len(cache.k_pages)))
+
+
 def test_a_shared_page_is_copied_before_it_is_written() -> None:
     cache = full_cache(page_size=3, pages=8)
     cache.take([0, 0, 0])
@@ -204,15 +213,18 @@ def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
         (lambda c, k, v: c.append(k, v[:, :, :0]), ValueError, r"v: got shape \(3, 2, 0, 3\)"),
         (lambda c, k, v: c.append(k.astype(np.float64), v), TypeError, "k: got dtype float64"),
         (lambda c, k, v: c.append(k, v, [2, 0, 0]), ValueError, "counts: got numbers from 0 to 2"),
+        (lambda c, k, v: c.append(k, v, (1, -1, 0)), ValueError, "counts: got numbers from -1 to"),
         (lambda c, k, v: c.append(k, v, [1.0, 0, 0]), TypeError, "counts: got dtype float64"),
         (lambda c, k, v: c.append(k, v, [[1], [1, 2], [3]]), TypeError, "counts: got list that"),
         (lambda c, k, v: c.append(k, v, [1]), ValueError, r"counts: got shape \(1,\)"),
         (lambda c, k, v: c.append(k, v, interleaved=True), ValueError, "rotary: got False, expect"),
+        (lambda c, k, v: c.append(k, v, frequencies=np.ones(1)), ValueError, "rotary: got False"),
         (lambda c, k, v: c.append(k, v, rotary=1), TypeError, "rotary: got 1"),
         (lambda c, k, v: c.append(k, v, rotary=True, frequencies=np.ones(3)), ValueError,
          r"frequencies: got shape \(3,\), expected shape \(r,\) with 2 r at most the 4"),
         (lambda c, k, v: c.take([0, 1, 3]), ValueError, "parents: got numbers from 0 to 3"),
         (lambda c, k, v: c.take(np.array([2**64 - 1, 0, 0], np.uint64)), ValueError, "parents:"),
+        (lambda c, k, v: c.take((0, -2, 1)), ValueError, "parents: got numbers from -2 to 1"),
         (lambda c, k, v: c.take([0, 1]), ValueError, r"parents: got shape \(2,\)"),
         (lambda c, k, v: cuflash.KVCache(1, 1, 0, max_length=1), ValueError, "head_dim: got 0"),
         (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, page_size=257), ValueError,
