@@ -109,11 +109,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(parents=st.lists(st.integers(-1, 2), min_size=3, max_size=3), data=st.data())
     def take(self, parents: list[int], data: st.DataObject) -> None:
-        lengths = data.draw(st.none() | st.lists(st.integers(0, 10), min_size=3, max_size=3))
+        lengths = data.draw(st.none() | st.lists(st.integers(-2, 12), min_size=3, max_size=3))
         self.cache.take(parents, lengths)
         kept = [10, 10, 10] if lengths is None else lengths
         self.rows = [
-            tuple(a[:, : n if p >= 0 else 0] for a in self.rows[p])
+            tuple(a[:, : max(n, 0) if p >= 0 else 0] for a in self.rows[p])
             for p, n in zip(parents, kept, strict=True)
         ]
 
