@@ -15,7 +15,6 @@ from ml_dtypes import bfloat16
 import cuflash
 from cuflash import distributed, reference
 from cuflash._problem.option_table import FIELDS
-from cuflash.distributed._communicator import Compute, Exchange, Wait, drive
 from cuflash.distributed._layout import LAYOUTS, chunks_of, rows_of
 from cuflash.distributed._traffic import Extents, candidates
 from cuflash.testing._budget import Budget
@@ -387,48 +386,3 @@ def test_ranks_that_make_different_calls():
     with pytest.raises(TypeError, match="mpi: got None, expected a communicator of mpi4py"):
         distributed.from_mpi(None)
     assert comm.sent == Counter()
-
-
-def racing(rank, size):
-    a, b = np.ones(4), np.empty(4)
-    ticket = yield Exchange((((rank + 1) % size, a),), (((rank - 1) % size, b),))
-    a += 1
-    yield Wait(ticket)
-
-
-def stale(rank, size):
-    b = np.empty(4)
-    sends = (((rank + 1) % size, np.ones(4)),)
-    ticket = yield Exchange(sends, (((rank - 1) % size, b),))
-    early = yield Compute(lambda: float(b.sum()))
-    yield Wait(ticket)
-    return early, float(b.sum())
-
-
-def uneven(rank, size):
-    if rank == 1:
-        return
-    yield Exchange((), ())
-
-
-def unanswered(rank, size):
-    receives = ((0, np.empty(2)),) if rank == 1 else ()
-    ticket = yield Exchange((), receives)
-    yield Wait(ticket)
-
-
-def test_the_simulator_notices_what_would_race_or_hang():
-    comm = distributed.simulated(3)
-
-    def run(schedule):
-        return drive(comm, {rank: schedule(rank, 3) for rank in comm.ranks})
-
-    with pytest.raises(distributed.CommunicationError, match="rank 0 changed what it was sending"):
-        run(racing)
-    assert all(np.isnan(early) and late == 4 for early, late in run(stale).values())
-    with pytest.raises(distributed.CommunicationError, match="rank 1 at the end") as found:
-        run(uneven)
-    assert "none can go on" in str(found.value)
-    with pytest.raises(distributed.CommunicationError, match="rank 1 waits for rank 0") as found:
-        run(unanswered)
-    assert found.value.rank == 0

@@ -6,10 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from ml_dtypes import bfloat16
 
 import cuflash
+from cuflash import distributed
 from cuflash.distributed._blocks import Block, Bounds, blocks_of, lasts_of
 from cuflash.distributed._layout import LAYOUTS, chunks_of, joined
 from cuflash.distributed._parts import Parts
@@ -34,7 +36,8 @@ def visible(queries, keys, left, right, offset):
 def sharded(draw):
     """Chunks of each rank's queries and keys, or of groups of two ranks, and bounds."""
     size, layout = draw(st.sampled_from([1, 2, 3, 4, 6])), draw(st.sampled_from(LAYOUTS))
-    seqlens = [draw(st.integers(0, 40) | st.just(64)) for _ in "qk"]
+    seqlen_q = draw(st.integers(0, 40) | st.just(64))
+    seqlens = seqlen_q, draw(st.just(seqlen_q) | st.integers(0, 40) | st.just(64))
     held = [chunks_of(seqlen, size, layout) for seqlen in seqlens]
     if size % 2 == 0 and draw(st.booleans()):
         held = [
@@ -47,6 +50,11 @@ def sharded(draw):
     return held, draw(SIDES), draw(st.just(0) | SIDES), offset
 
 
+#: The first chunk of queries has its sink with keys that the second sees none of.
+WITHOUT_THE_FIRST = ([chunks_of(16, 2, "zigzag"), chunks_of(20, 2, "zigzag")], 4, None, 4)
+
+
+@example(drawn=WITHOUT_THE_FIRST, alone=True, known=True, sink=True)
 @given(drawn=sharded(), alone=st.booleans(), known=st.booleans(), sink=st.booleans())
 def test_blocks_hold_each_visible_pair_once(drawn, alone, known, sink):
     """And each query one sink. Where positions matter, a block's rows and keys are consecutive."""
@@ -190,3 +198,24 @@ def test_an_option_with_positions_keeps_blocks_apart(name):
     assert bounds.alone == (not name)
     assert (bounds.left, bounds.right) == (3, 0)
     assert bounds.offset == {"offset": None, "q_lengths": 1, "kv_lengths": -1}.get(name, 0)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses"])
+def test_gradients_are_rounded_once(method, turned):
+    """Of two ranks or two heads: bfloat16 has 1 = 257 - 256, but not 257."""
+    comm, zeros = distributed.simulated(2), np.zeros((2, 2, 1), bfloat16)
+    dout = np.array([[[258], [256]], [[-256], [-256]]], bfloat16)  # (heads, rows, d_v)
+    dout = dout.swapaxes(0, 1) if turned else dout
+    how = {"comm": comm, "method": method, "enable_gqa": True, "scale": 1.0}
+    q, k, dout = (distributed.shard(a, comm=comm) for a in (zeros, zeros[:1], dout))
+    _, pullback = distributed.attention_vjp(q, k, k, **how)
+    for gradients in pullback(dout):
+        np.testing.assert_array_equal(gradients.dv, 1)
+    # A query whose two keys are on two ranks: dq = ds (k0 - k1).
+    k = np.array([[[129 / 64], [65 / 64]]], bfloat16)
+    v = np.array([[[129 / 32], [0]]], bfloat16)
+    k, v = (distributed.shard(a, comm=comm) for a in (k, v))
+    _, pullback = distributed.attention_vjp(q, k, v, **how)
+    for gradients in pullback([np.ones_like(a) for a in q]):
+        np.testing.assert_array_equal(gradients.dq, 129 / 128)

@@ -272,7 +272,7 @@ def _place(address: Any) -> tuple[str, int]:
     if not isinstance(address, str):
         raise wrong_type("address", shown(address), expected)
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise wrong_value("address", shown(address), expected)
     return host.strip("[]"), int(port)
 
