@@ -20,6 +20,7 @@ from cuflash._arrays import (
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem import checks
 from cuflash._problem.float8 import FLOAT8, LARGEST, factor_of_rows
+from cuflash._problem.habits import answering_words
 from cuflash._problem.operand import core_axes
 
 # Scales are powers of two. (D173)
@@ -43,6 +44,7 @@ class Quantized(NamedTuple):
     scale: Array  # core shape (b, 1): see Options
 
 
+@answering_words
 @on_own_device
 def quantize(
     x: Array,
@@ -137,10 +139,7 @@ def _pair(axes: Any) -> tuple[int, int]:
 def _dtype(dtype: Any) -> np.dtype[Any]:
     """One of the two dtypes of 8 bits."""
     expected = "float8_e4m3fn or float8_e5m2"
-    try:
-        found: np.dtype[Any] = np.dtype(dtype)
-    except Exception as error:  # what an object of the caller's raises
-        raise wrong_type("dtype", shown(dtype), expected) from error
+    found = checks.dtype_of("dtype", dtype, expected)
     if found not in FLOAT8:
         raise wrong_type("dtype", f"dtype {found}", expected)
     return found

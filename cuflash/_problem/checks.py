@@ -36,6 +36,17 @@ def integer_value(name: str, value: Any, expected: str) -> int:
         raise _refused(name, value, error, expected) from error
 
 
+def dtype_of(name: str, value: Any, expected: str) -> np.dtype[Any]:
+    """The dtype that a value names; None, which names float64 to NumPy, does not."""
+    try:
+        if value is not None:
+            found: np.dtype[Any] = np.dtype(value)
+            return found
+    except Exception as error:  # what an object of the caller's raises, or a text that is no UTF-8
+        raise wrong_type(name, shown(value), expected) from error
+    raise wrong_type(name, "None", expected)
+
+
 def _refused(name: str, value: Any, error: Exception, expected: str) -> Exception:
     got = f"{type(value).__name__} that is no number ({type(error).__name__}: {error})"
     return wrong_type(name, got, expected)

@@ -13,7 +13,7 @@ from cuflash._arrays import Array, Triple, array_module, native
 from cuflash._errors import not_yet, wrong_value
 from cuflash._problem.checks import flag
 from cuflash._problem.operand import Axes, checked_axes, core_axes
-from cuflash._problem.options import Options, resolve
+from cuflash._problem.options import Options, gradient_names, resolve
 from cuflash._problem.problem import Problem, describe
 from cuflash._results import Saved
 from cuflash.distributed import _all_gather, _ring, _ulysses
@@ -131,7 +131,7 @@ def run(
             for n, a in zip(Saved._fields, saved, strict=True)
         )
         dout, out = (_canonical(n, a, asked.axes[3]) for n, a in (("dout", dout), ("out", out)))
-        wanted = arguments.gradient_names(wrt, chosen_options)
+        wanted = gradient_names(wrt, chosen_options)
         return Call(given, (q, k, v), chosen_options, Saved(dout, out, lse, dlse), wanted)
 
     def schedule(rank: int, call: Call, known: _Known) -> Schedule:

@@ -6,7 +6,8 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.option_table import FIELDS
+from cuflash._problem.options import Options, ScoreOptions, gradient_names, resolve
 from cuflash._results import AttentionResult, Gradients
 from cuflash.reference._score import (
     NO_AXES,
@@ -125,6 +126,7 @@ def attention_backward(
     del out, lse
     options = resolve(options, score_options)
     pairs = axes or NO_AXES
+    wanted = gradient_names(wrt, options)
     inputs = {"q": q, "k": k, "v": v}
     q, k, v = operands(q, k, v, options, axes, dtype)
     score, seen, slope, mod_slope = score_and_slopes(q, k, options, dtype)
@@ -149,21 +151,21 @@ def attention_backward(
     }
     gradients = {}
     for (name, given), pair in zip(inputs.items(), pairs, strict=False):
-        if name in wrt:
+        if name in wanted:
             shape = to_canonical(given, pair).shape
             gradients["d" + name] = to_axes(_sum_heads_to(full[name], shape, options), pair)
-    if "bias" in wrt:
+    if "bias" in wanted:
         gradients["dbias"] = _sum_to(dscore, options.arrays["bias"].shape)
-    if "alibi_slopes" in wrt:
+    if "alibi_slopes" in wanted:
         slopes = -(dscore * distance(options, score.shape)).sum((-1, -2))
         gradients["dslopes"] = _sum_to(slopes, options.arrays["alibi_slopes"].shape)
-    if "sink" in wrt:
+    if "sink" in wanted:
         share = np.where(np.isneginf(lse), 0, np.exp(sink - lse))
         gradients["dsink"] = _sum_to(-(share * delta).sum(-1), options.arrays["sink"].shape)
-    if "scale" in wrt:
+    if "scale" in wanted:
         raw = np.matmul(q, np.swapaxes(k, -1, -2))
         gradients["dscale"] = np.where(seen, draw * raw, 0).sum()
-    return Gradients(**gradients)
+    return Gradients(**gradients, order=tuple(FIELDS[name] for name in dict.fromkeys(wrt)))
 
 
 def attention_vjp(
