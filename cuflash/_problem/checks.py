@@ -75,6 +75,15 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def precision_word(name: str, value: Any) -> str | None:
+    """What float32 operands may be rounded to, or None."""
+    is_text = isinstance(value, str)
+    if value is None or (is_text and value in ("ieee", "tf32")):
+        return value  # type: ignore[no-any-return]
+    wrong = wrong_value if is_text else wrong_type
+    raise wrong(name, shown(value), 'None, "ieee" or "tf32"')
+
+
 def alignment(name: str, value: Any) -> bool | str:
     """True, False or one of two words."""
     if isinstance(value, bool | np.bool_):

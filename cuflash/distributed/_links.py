@@ -165,6 +165,10 @@ class _Meeting:
             link.sendall(nonce + self._proof(b"connect", theirs, nonce))
             if not hmac.compare_digest(_exactly(link, 32), self._proof(b"listen", nonce, theirs)):
                 raise WrongSecretError(f"rank {other} does not know the secret", other)
+        except TimeoutError as error:
+            link.close()
+            text = f"rank {other} did not answer in time at {address[0]}:{address[1]}"
+            raise CommunicationError(text, other) from error
         except OSError as error:
             link.close()
             text = f"rank {other} refused the connection: its secret is another one"
