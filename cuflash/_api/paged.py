@@ -159,8 +159,9 @@ def attention_paged(
     if float8.among(chosen, q, k_pages, v_pages):
         dtype = getattr(out[0] if isinstance(out, tuple) else out, "dtype", None)
         q, k_pages, v_pages, chosen = float8.dequantized(
-            q, k_pages, v_pages, chosen, axes=axes, out_dtype=dtype
-        )
+            q, k_pages, v_pages, chosen, axes=axes, out_dtype=dtype,
+            names=("q", "k_pages", "v_pages"),
+        )  # fmt: skip
     given = _native(q, k_pages, v_pages, page_table)
     xp = same_module(**given)
     arguments.check_common(given["q"], True, workspace, config)
