@@ -411,6 +411,15 @@ def test_sums_of_values_stay_within_the_range(dtype, options):
     check_large_values(call, cuflash.attention(call.q, call.k, call.v, **call.options))
 
 
+@pytest.mark.parametrize("dtype", [bfloat16, np.float32, np.float64])
+def test_sums_of_rows_that_keep_more_than_their_share_stay_within_the_range(dtype):
+    """20 values of which the sum fits; a row that keeps 3 of them counts 48."""
+    q, k = np.zeros((64, 1), dtype), np.zeros((20, 1), dtype)
+    v = np.full((20, 1), float(finfo(dtype).max) / 41).astype(dtype)
+    call = Call(q, k, v, np.zeros_like(q), options={"dropout": 0.9375, "seed": 0}, wrt=())
+    check_large_values(call, cuflash.attention(q, k, v, **call.options))
+
+
 def every_function(dtype):
     """Call every public function that computes, with values that overflow and underflow."""
     largest, tiny = float(finfo(dtype).max), float(finfo(dtype).smallest_subnormal)
