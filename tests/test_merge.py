@@ -1,8 +1,8 @@
 """Do partial results combine to the whole, forward and backward, within what rounding explains?
 
-Truth is the definition in longdouble. With u = eps/2 of the arithmetic (that of the lses, of 16 bits
-float32), n parts, x_i = |lse_i - max lse|, w_i the weights, m = sum_i(w_i x_i) and c(n) u the error of
-a sum:
+Truth is the definition in longdouble. With u = eps/2 of the arithmetic (float64 for float64 lses,
+otherwise float32), n parts, x_i = |lse_i - max lse|, w_i the weights, m = sum_i(w_i x_i) and c(n) u
+the error of a sum:
 
     lse     E = u (m + 12 + c(n) + 4 |log total| + 2 |lse|), + ulp of 16 bits
     out     F + ulp of out's dtype,  F = sum_i w_i |out_i| u (x_i + m + 24 + 2 c(n))

@@ -62,7 +62,7 @@ class _Modifier:
         object.__setattr__(self, "arrays", MappingProxyType(checked))
 
     def __reduce__(self) -> Any:
-        """Build the formula again when unpickling: the read-only view of its arrays has no pickle."""
+        """Build the formula again when unpickling: what keeps its arrays has no pickle."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return functools.partial(type(self), **values | {"arrays": dict(self.arrays)}), ()
 
