@@ -178,6 +178,13 @@ def contiguous(argument: str, array: Array, dtype: Any) -> Array:
     return array.astype(dtype, order="C")
 
 
+def to_int64(array: Array) -> Array:
+    """``array`` of integers in int64: what has no int64 is the largest, not negative."""
+    if array.dtype == np.uint64:
+        array = array.clip(0, 2**63 - 1)
+    return array.astype(np.int64)
+
+
 def rounded(array: Array, dtype: Any) -> Array:
     """``array`` in ``dtype``, each element rounded once; what overflows is infinite.
 

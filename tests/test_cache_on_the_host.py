@@ -183,3 +183,15 @@ def test_rotary(positions: Any, inverse: bool) -> None:
     )  # fmt: skip
     expected = cuflash.rotary(np.asarray(x), given, frequencies=np.arange(3.0), inverse=inverse)
     np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", ["x", "out", "positions"])
+def test_elements_off_their_boundaries_are_refused(name: str) -> None:
+    shapes = {"x": (2, 3, 8), "out": (2, 3, 8), "positions": (3,)}
+    dtypes = {"x": np.float32, "out": np.float32, "positions": np.int64}
+    given = {n: on_device(np.zeros(shape, dtypes[n])) for n, shape in shapes.items()}
+    off = np.zeros(given[name].nbytes + 4, np.uint8)[2:-2].view(dtypes[name])
+    given[name] = on_device(off.reshape(shapes[name]))
+    with pytest.raises(ValueError, match=f"{name}: got elements of . bytes off their boundaries"):
+        kernels.turn(*given.values(), None, 4, "halves", inverse=False)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import socket
 import threading
 import time
 import types
+import weakref
 from collections import defaultdict
+from functools import partial
 
 import numpy as np
 import pytest
 
 from cuflash import distributed
-from cuflash.distributed import _launchers, _nccl
-from cuflash.distributed._communicator import Exchange
+from cuflash.distributed import _launchers, _nccl, _processes
+from cuflash.distributed._communicator import Exchange, drive
 from cuflash.distributed._traffic import Extents, chosen
+from support.shards import in_threads
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.7",
             "MASTER_PORT": "29500"}  # fmt: skip
@@ -111,6 +115,10 @@ def test_auto_takes_what_fits():
 # --- NCCL, without one --------------------------------------------------------------------------
 
 
+class Array(types.SimpleNamespace):
+    """An array on a GPU."""
+
+
 class FakeCuda:
     """CuPy and NCCL over NumPy arrays: what is posted happens at the end of a group."""
 
@@ -124,7 +132,7 @@ class FakeCuda:
     def array(self, array):
         pointer = id(array)
         self.memory[pointer] = array
-        return types.SimpleNamespace(data=types.SimpleNamespace(ptr=pointer), nbytes=array.nbytes)
+        return Array(data=types.SimpleNamespace(ptr=pointer), nbytes=array.nbytes)
 
     @property
     def depth(self):
@@ -255,37 +263,51 @@ def test_devices_exchange_in_one_group_between_the_right_streams(fake):
     assert fake.log[-3:] == [("abort", rank) for rank in range(3)]
 
 
-def test_arrays_of_the_host_over_nccl_are_refused_and_the_group_is_left(fake):
+def test_arrays_of_the_host_over_nccl_are_refused(fake):
+    devices, x = _nccl.Devices.of([0, 1]), [np.zeros((8, 4))] * 2
+    with pytest.raises(TypeError, match="q: got a NumPy array, expected CuPy arrays over NCCL"):
+        distributed.attention(x, x, x, comm=devices)
+    with pytest.raises(TypeError, match="x: got a NumPy array, expected CuPy arrays over NCCL"):
+        distributed.unshard(x, comm=devices)
+
+
+def test_arrays_of_gpus_over_sockets_are_refused(monkeypatch):
+    monkeypatch.setattr(_processes, "is_cupy", lambda _: True)
+
+    def run(comm):
+        with pytest.raises(TypeError, match="x: got a CuPy array, expected NumPy arrays over"):
+            distributed.unshard(np.zeros((8, 4)), comm=comm)
+
+    assert in_threads(2, run) == [None, None]
+
+
+def test_a_group_that_cannot_be_posted_is_left(fake):
     devices = _nccl.Devices.of([0, 1])
-    exchange = Exchange(((1, np.zeros(3)),), ())
-    with pytest.raises(TypeError, match="got a NumPy array, expected CuPy arrays over NCCL"):
+    exchange = Exchange(((1, types.SimpleNamespace(nbytes=3)),), ())
+    with pytest.raises(AttributeError):
         devices.start({0: exchange, 1: Exchange((), ())})
     assert fake.depth == 0
 
 
+def test_memory_of_an_exchange_in_flight_is_not_given_away(fake):
+    """One of several GPUs of a process raises: every GPU waits for what has begun."""
+    devices = _nccl.Devices.of([0, 1])
+
+    def schedule(rank):
+        got, sent = np.zeros(3), np.ones(3)
+        yield Exchange(((1 - rank, fake.array(sent)),), ((1 - rank, fake.array(got)),))
+        fake.log.clear()
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        drive(devices, {rank: schedule(rank) for rank in range(2)})
+    assert fake.log == [("record", "own"), ("current", "waits for", "own")] * 2
+
+
 def of_two_ranks(run, devices=(0, 1), op_timeout=5.0):
-    """What ``run(rank, communicator)`` returns, or the error, of two ranks in threads."""
-    address = f"127.0.0.1:{_launchers.free_port()}"
-    found = {}
-
-    def rank_of(rank):
-        try:
-            comm = distributed.connect(
-                rank, 2, address=address, secret="long enough", device=devices[rank],
-                op_timeout=op_timeout, init_timeout=5.0,
-            )  # fmt: skip
-            with contextlib.closing(comm):
-                found[rank] = run(rank, comm)
-        except distributed.CommunicationError as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert set(found) == {0, 1}
-    return found
+    """What ``run(rank, communicator)`` returns, or raises, of two ranks over NCCL."""
+    how = {"transport": "nccl", "device": list(devices), "op_timeout": op_timeout}
+    return in_threads(2, lambda comm: run(comm.rank, comm), **how)
 
 
 def swapped(fake, rank, comm):
@@ -303,12 +325,65 @@ def test_processes_exchange_over_nccl(fake):
         before = comm.control.progress
         return swapped(fake, rank, comm), comm.control.progress - before
 
-    assert of_two_ranks(run) == {0: (1.0, 1), 1: (0.0, 1)}
+    assert of_two_ranks(run) == [(1.0, 1), (0.0, 1)]
     assert sorted(e for e in fake.log if e[0] == "abort") == [("abort", 0), ("abort", 1)]
 
 
+def test_arrays_of_an_exchange_are_not_kept_until_the_gpu_has_done_it(fake):
+    """A host runs ahead of its GPU: kept until then, arrays of all steps would live at once."""
+    fake.frozen = True
+
+    def run(rank, comm):
+        array = fake.array(np.full(3, float(rank)))
+        ticket = comm.start({rank: Exchange(((1 - rank, array),), ())})
+        comm.wait(ticket)
+        kept = weakref.ref(array)
+        del array, ticket
+        return kept()
+
+    assert of_two_ranks(run) == [None, None]
+
+
+def test_a_call_that_raises_on_one_rank_frees_the_gpus_of_all(fake):
+    def schedule(rank):
+        sent = np.ones(3)
+        yield Exchange(((1 - rank, fake.array(sent)),), ())
+        if rank == 1:
+            raise MemoryError("no memory is left")
+
+    def run(rank, comm):
+        with contextlib.suppress(MemoryError):
+            drive(comm, {rank: schedule(rank)})
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            comm.check()
+            time.sleep(0.01)
+
+    for error in of_two_ranks(run):
+        assert "rank 1 raised in the middle of a call: MemoryError: no memory is left" in str(error)
+    assert sorted(e for e in fake.log if e[0] == "abort") == [("abort", 0), ("abort", 1)]
+
+
+def test_a_rank_that_fails_while_nccl_begins_frees_its_gpu(fake, monkeypatch):
+    """Nobody has asked yet to be told of failures."""
+    controls, begin = {}, _nccl._initialised
+
+    def failing(size, identity, rank, *limits):
+        if rank == 1:
+            controls[1].fail(1, "rank 1 is gone")
+        return begin(size, identity, rank, *limits)
+
+    monkeypatch.setattr(
+        _nccl, "_refuse_shared_gpus", lambda control, _: controls.update({control.rank: control})
+    )
+    monkeypatch.setattr(_nccl, "_initialised", failing)
+    for error in of_two_ranks(lambda rank, comm: None):
+        assert "rank 1 is gone" in str(error)
+    assert ("abort", 1) in fake.log
+
+
 def test_two_ranks_on_one_gpu(fake):
-    for error in of_two_ranks(swapped, devices=(3, 3)).values():
+    for error in of_two_ranks(partial(swapped, fake), devices=(3, 3)):
         assert "ranks 0 and 1 have one GPU, bus 3" in str(error)
 
 
@@ -331,7 +406,7 @@ def test_an_exchange_that_does_not_end_is_aborted_on_all_ranks(fake, late):
 
     found = of_two_ranks(run, op_timeout=0.6)
     word = "no rank is behind" if late is None else "rank 1 is stuck: an exchange of rank 0"
-    assert [word in str(error) for error in found.values()] == [True, True], found
+    assert [word in str(error) for error in found] == [True, True], found
     assert [found[rank].rank for rank in range(2)] == [late, late]
     assert sorted(e for e in fake.log if e[0] == "abort") == [("abort", 0), ("abort", 1)]
 
@@ -340,3 +415,57 @@ def test_an_exchange_that_does_not_end_is_aborted_on_all_ranks(fake, late):
 def test_wrong_devices(fake, devices):
     with pytest.raises((TypeError, ValueError), match="devices: got"):
         _nccl.devices_of(devices)
+
+
+ALONE = {"secret": "long enough", "transport": "host", "address": "127.0.0.1:0"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"transport": None}, TypeError, "transport: got None, expected 'nccl' or 'host'"),
+        ({"transport": np.zeros(3)}, TypeError, "transport: got array"),
+        ({"device": -1}, ValueError, "device: got -1, expected an int from 0 on"),
+        ({"init_timeout": "1"}, TypeError, "init_timeout: got '1', expected seconds, above 0"),
+        ({"op_timeout": None}, TypeError, "op_timeout: got None"),
+        ({"op_timeout": 10**400}, ValueError, "op_timeout: got an int beyond"),
+        ({"liveness_timeout": 0}, ValueError, "liveness_timeout: got 0, expected seconds, above 0"),
+        ({"liveness_timeout": 1e7}, ValueError, "at most 1e.06"),
+        ({"address": "host:²"}, ValueError, "address: got 'host:²', expected \"host:port\""),
+        ({"address": "host:" + "1" * 5000}, ValueError, "address: got"),
+        ({"address": "h" * 100 + ":1"}, ValueError, "address: got"),
+        ({"size": 2**40}, ValueError, "size: got 1099511627776, expected at most 65536"),
+        ({"timeout": 3}, TypeError, "timeout: got an unknown keyword.* did you mean op_timeout="),
+    ],
+)
+def test_wrong_arguments_of_connect_are_named(wrong, error, message):
+    with pytest.raises(error, match=message):
+        distributed.connect(**{"rank": 0, "size": 1} | ALONE | wrong)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "first"}, "RANK: got 'first', expected a number, as a launcher sets it"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE: got ''"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK: got 'x'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT: got 'http'"),
+        ({"RANK": "1"}, "rank: got 1, expected a rank below size, 1"),
+    ],
+)
+def test_variables_that_are_no_numbers_are_named(variables, message):
+    right = {"RANK": "0", "WORLD_SIZE": "1"}
+    with pytest.raises(ValueError, match=message):
+        distributed.from_environment(right | variables, **ALONE)
+    with pytest.raises(TypeError, match="environment: got list, expected None or a mapping"):
+        distributed.from_environment([*right], **ALONE)
+
+
+def test_an_address_that_is_taken_is_named():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        message = rf"nobody can listen at {place} \(.*in use"
+        with pytest.raises(distributed.CommunicationError, match=message):
+            distributed.connect(0, 1, **ALONE | {"address": place})

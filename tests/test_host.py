@@ -20,7 +20,7 @@ from cuflash import reference
 from cuflash._host.scores import Scores, Tile
 from cuflash._problem.problem import describe
 from cuflash.testing._budget import Budget
-from support.problems import FIELDS, Call
+from support.problems import FIELDS, Call, run
 
 
 def dense(q, k, v):
@@ -246,6 +246,18 @@ def test_a_softcap_that_float32_cannot_hold(softcap, same):
     call = Call(q, k, v, dout=v, options=same, wrt=("v",))
     Budget(call).check_backward({"v": gradients.dv})
     assert np.isfinite(gradients.dq).all()
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("scale", [3.0, -1.5])
+def test_a_scale_above_1_multiplies_scores_and_not_queries(scale, softcap):
+    q, k, v = normal(2, 40, 8)
+    call = Call(
+        q, k, v, dout=v, options={"scale": scale, "softcap": softcap}, wrt=(*"qkv", "scale")
+    )
+    result, budget = run(np, call), Budget(call)
+    budget.check_forward(result.out, result.lse)
+    budget.check_backward(result.gradients, given=(result.out, result.lse))
 
 
 LARGE = (1e39, np.finfo(np.float64).max)

@@ -170,6 +170,9 @@ def test_other_axes_are_the_same_call(call: Paged) -> None:
     np.testing.assert_array_equal(found.swapaxes(1, 2), expected)
     definition = reference.attention_paged(*turned, *rest, axes=axes, **options)
     assert definition.shape == found.shape
+    axes = [*axes[:3], (0, 2)]  # of out (m, sequences, d_v, heads)
+    found = cuflash.attention_paged(*turned, *rest, axes=axes, **options)
+    np.testing.assert_array_equal(found.transpose(1, 3, 0, 2), expected)
 
 
 @given(call=drawn)

@@ -61,6 +61,19 @@ def test_by_hand() -> None:
     np.testing.assert_allclose(turned, [[-2, 1, 3, 4]], atol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.int64, np.uint64])
+def test_positions_of_any_integers(dtype: Any) -> None:
+    """Up to the least and the largest of their dtype."""
+    x, limits = rows(0, np.float64, 6)[0, 0], np.iinfo(dtype)
+    positions = np.array([limits.min, limits.max, 0, 1, limits.max - 1], dtype)
+    found = cuflash.rotary(x, positions)
+    np.testing.assert_allclose(found, reference.rotary(x, positions), rtol=1e-12, atol=1e-12)
+    if dtype is np.int64:
+        for position in (limits.min, limits.max):
+            expected = reference.rotary(x, np.array(position, dtype))
+            np.testing.assert_allclose(cuflash.rotary(x, position), expected, atol=1e-12)
+
+
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_scores_depend_on_distances_alone(seed: int, interleaved: bool) -> None:
     q, k = (rows(seed + i, np.float64, 8) for i in range(2))
@@ -83,6 +96,14 @@ def test_the_inverse_is_the_gradient(seed: int, interleaved: bool, pairs: int | 
     dx = cuflash.rotary(dy, positions, inverse=True, **options)
     np.testing.assert_allclose((dy * y).sum(), (dx * x).sum(), rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(cuflash.rotary(y, positions, inverse=True, **options), x, atol=1e-13)
+
+
+def test_it_does_not_write_into_what_it_reads() -> None:
+    out = np.zeros((2, 4))
+    for positions, name in ((out[:, 0].view(np.int64), "positions"), (0, "x")):
+        x = out if name == "x" else np.ones((2, 4))
+        with pytest.raises(ValueError, match=f"out: got memory shared with {name}"):
+            cuflash.rotary(x, positions, out=out)
 
 
 def test_it_writes_where_it_is_told() -> None:

@@ -18,12 +18,16 @@ from cuflash._kernels.forward_sm80 import ForwardConfig
 from cuflash._kernels.request import Request
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import describe
+from cuflash._select import hardware
+from cuflash._select.access import Access
+from cuflash._select.choose import choose
 from cuflash.testing._budget import Budget
 from support.problems import Call, make_call
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuflash._launch import plan_cache, run
+from cuflash._launch.workspace import Workspace
 from support.host_device import COMPILER, HostDevice, host_device, on_device, options_on_device
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -210,6 +214,35 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
     assert parts((2, 64), 1, 4096, kv_lengths=lengths // 100) == 0
     assert parts((1, 8), 512, 50_000) == 8
     assert parts((1, 8), 512, 4095) == 0  # queries are not few
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
+def test_a_workspace_suffices_wherever_arrays_lie(
+    monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    """At addresses that the copy engine cannot load from, and out and lse with gaps anywhere."""
+    monkeypatch.setattr(run, "runtime", SimpleNamespace(getDevice=lambda: 0))
+    rng, own, needed = np.random.default_rng(0), hardware.typical(arch), set()
+    for _ in range(150):
+        heads, group, rows = rng.choice([1, 2, 8]), rng.choice([1, 3, 8]), rng.choice([1, 20, 100])
+        batch, keys, d = rng.choice([1, 2, 5]), rng.integers(2000, 9000), rng.choice([64, 192, 256])
+        q = np.empty((batch, heads * group, rows, d), np.float16)
+        k = np.empty((batch, heads, keys, d), np.float16)
+        options = cuflash.Options(enable_gqa=bool(group > 1), causal=bool(rng.random() < 0.3))
+        problem = describe(q, k, k, options)
+        gaps = rng.choice([0, 0, 1], 3)
+        out = np.empty([n + gap for n, gap in zip(q.shape[:3], gaps, strict=True)] + [d], q.dtype)
+        out = out[tuple(map(slice, q.shape))]
+        call = describe(q, k, k, options, out=out)
+        lse = np.empty(problem.lse_shape, np.float32)
+        layouts = run.layouts_of(call, {"out": call.out}, lse=lse)
+        has_maps = bool(rng.random() < 0.5)
+        with hardware.assumed(own):
+            steps = choose(call, own, Access(layouts, lambda *_, found=has_maps: found))
+            size = Workspace.of(call, backward=False, splits=run._splits_of(steps)).size
+            assert size <= run.workspace_size(problem, "forward")
+        needed.add(size > 0)
+    assert needed == {False, True}
 
 
 def test_a_workspace_has_room_for_every_part(

@@ -12,7 +12,13 @@ from cuflash._api.dispatch import launch, run_backward, run_forward
 from cuflash._arrays import Array, NativeT, on_device_of
 from cuflash._launch.plan_cache import may_be_known, recall, remember
 from cuflash._problem.checks import flag
-from cuflash._problem.options import Options, ScoreOptions, arrays_read, resolve
+from cuflash._problem.options import (
+    Options,
+    ScoreOptions,
+    arrays_read,
+    gradient_names,
+    resolve,
+)
 from cuflash._problem.problem import describe
 from cuflash._results import AttentionResult, Gradients, Pullback
 from cuflash._select import override
@@ -281,7 +287,7 @@ def attention_backward(
     with on_device_of(dout):
         if float8.among(chosen, q, k, v, dout):
             dout, q, k, v, chosen = float8.of_gradient(dout, q, k, v, out, chosen, axes)
-        wanted = arguments.gradient_names(wrt, chosen)
+        wanted = gradient_names(wrt, chosen)
         xp, given, qkv = arguments.operands(q, k, v)
         arguments.check_common(qkv[0], deterministic, workspace, config)
         config = override.of_backward(config)

@@ -21,6 +21,7 @@ from cuflash._arrays import (
     on_own_device,
     refuse_capture,
     same_module,
+    to_int64,
 )
 from cuflash._errors import wrong_type, wrong_value
 from cuflash._host.cache import pages_within
@@ -165,8 +166,9 @@ def attention_paged(
     if float8.among(chosen, q, k_pages, v_pages):
         dtype = getattr(out[0] if isinstance(out, tuple) else out, "dtype", None)
         q, k_pages, v_pages, chosen = float8.dequantized(
-            q, k_pages, v_pages, chosen, axes=axes, out_dtype=dtype
-        )
+            q, k_pages, v_pages, chosen, axes=axes, out_dtype=dtype,
+            names=("q", "k_pages", "v_pages"),
+        )  # fmt: skip
     given = _native(q, k_pages, v_pages, page_table)
     xp = same_module(**given)
     arguments.check_common(given["q"], True, workspace, config)
@@ -269,6 +271,11 @@ def _lengths(xp: ModuleType, given: dict[str, Array], kv_lengths: Any) -> Array:
 def _canonical(given: dict[str, Array], pairs: Axes, lengths: Array) -> _Paged:
     """Views with (sequence, feature) last; raise where k, v and q do not fit."""
     names = ("q", "k_pages", "v_pages")
+    for name, pair in zip(names, pairs, strict=False):
+        if 0 in core_axes(name, given[name].shape, pair):
+            fix = f"its first axis counts {'sequences' if name == 'q' else 'pages'}"
+            got = f"{pair} for {name} of shape {given[name].shape}"
+            raise wrong_value("axes", got, "later axes", fix)
     q, k, v = (_with_core_last(n, given[n], p) for n, p in zip(names, pairs, strict=False))
     if k.shape[-1] != q.shape[-1]:
         expected = f"head_dim {q.shape[-1]} as in q of shape {given['q'].shape}"
@@ -283,9 +290,6 @@ def _canonical(given: dict[str, Array], pairs: Axes, lengths: Array) -> _Paged:
 
 def _with_core_last(name: str, array: Array, pair: tuple[int, int]) -> Array:
     core = core_axes(name, array.shape, pair)
-    if 0 in core:
-        fix = "its first axis counts sequences" if name == "q" else "its first axis counts pages"
-        raise wrong_value("axes", f"{pair} for {name} of shape {array.shape}", "later axes", fix)
     kept = [i for i in range(array.ndim) if i not in core]
     return array.transpose(*kept, *core)
 
@@ -310,9 +314,7 @@ def _for_kernels(problem: Problem, paged: _Paged) -> tuple[Problem, Array]:
     if table.dtype != np.int32:
         refuse_capture("page_table", "an int32 array")
         last = max(len(paged.k_pages) - 1, 0)
-        if table.dtype == np.uint64:  # what has no int64 is too large, not negative
-            table = table.clip(0, 2**63 - 1)
-        table = table.astype(np.int64).clip(0, last).astype(np.int32)
+        table = to_int64(table).clip(0, last).astype(np.int32)
     table = table.reshape(len(table), *(1 for _ in problem.batch_shape[1:]), table.shape[1])
     return in_pages(problem, *map(signature, (*pages, table))), table
 

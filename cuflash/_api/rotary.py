@@ -17,6 +17,7 @@ from cuflash._arrays import (
     on_own_device,
     refuse_capture,
     same_module,
+    to_int64,
 )
 from cuflash._errors import wrong_type, wrong_value
 from cuflash._problem.checks import flag, integers, require_float, require_shape
@@ -112,15 +113,15 @@ def rotary(
         require_shape("out", out, x.shape, "x")
         if out.dtype != x.dtype:
             raise wrong_type("out", f"dtype {out.dtype}", f"dtype {x.dtype} as x")
-        check_destination("out", out, x=x)
+        read = arrays if turns.frequencies is None else arrays | {"frequencies": turns.frequencies}
+        check_destination("out", out, x=x, **read)
     else:
         out = allocate(xp, "out", x.shape, x.dtype)
     if not x.size:
         return out
-    if not isinstance(positions, int) and positions.dtype not in (np.int32, np.int64):
-        if xp is not np:
-            refuse_capture("positions", "an int32 or int64 array")
-        positions = positions.astype(np.int64)
+    if is_cupy(positions) and positions.dtype not in (np.int32, np.int64):
+        refuse_capture("positions", "an int32 or int64 array")
+        positions = to_int64(positions)
     cache_steps(x).turn(x, out, positions, *turns, inverse=inverse)
     return out
 
@@ -161,7 +162,7 @@ NO_TURNS = Turns(None, 0, "none")
 def _check_positions(shape: tuple[int, ...], positions: Any) -> None:
     """Raise for positions that are not those of rows."""
     if isinstance(positions, int):
-        if abs(positions) >= 2**63:
+        if not -(2**63) <= positions < 2**63:
             raise wrong_value("positions", positions, "an int of 64 bits")
         return
     try:

@@ -28,7 +28,14 @@ from cuflash._host.forward import written_at_the_end
 from cuflash._host.scores import arithmetic
 from cuflash._problem.checks import flag, integer_array
 from cuflash._problem.option_table import ARRAYS
-from cuflash._problem.options import Options, ScoreOptions, arrays_read, resolve, with_arrays
+from cuflash._problem.options import (
+    Options,
+    ScoreOptions,
+    arrays_read,
+    gradient_names,
+    resolve,
+    with_arrays,
+)
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.philox import Origin
 from cuflash._problem.problem import Problem, describe
@@ -232,7 +239,7 @@ def attention_varlen_backward(
     chosen = resolve(options, score_options)
     if float8.among(chosen, q, k, v, dout):
         dout, q, k, v, chosen = float8.of_gradient(dout, q, k, v, out, chosen, axes)
-    wanted = arguments.gradient_names(wrt, chosen)
+    wanted = gradient_names(wrt, chosen)
     xp, given, qkv = arguments.operands(q, k, v)
     arguments.check_common(qkv[0], deterministic, workspace, config)
     config = override.of_backward(config)

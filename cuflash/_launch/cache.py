@@ -117,7 +117,8 @@ def turn(
         places = cupy.broadcast_to(positions, x.shape[:-1])
         steps["positions"], sizes["positions"] = (*places.strides, 0), places.dtype.itemsize
     layouts = {n: Layout(sizes[n], tuple(own[:-2]), own[-2], own[-1]) for n, own in steps.items()}
-    refuse_misaligned(layouts, {"x": x.data.ptr, "out": out.data.ptr})
+    moving = {"x": x, "out": out} | ({} if places is None else {"positions": places})
+    refuse_misaligned(layouts, {name: array.data.ptr for name, array in moving.items()})
     of_positions = "none" if places is None else places.dtype.name
     config = RotaryConfig(dtype=x.dtype.name, rotation=rotation, positions=of_positions)
     tiles = -(-rows // config.num_warps)

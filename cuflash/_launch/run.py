@@ -32,7 +32,7 @@ from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem, changed, gradient_operand
 from cuflash._results import AttentionResult, Gradients, Saved
 from cuflash._select import hardware
-from cuflash._select.access import Access, of_any_arrays
+from cuflash._select.access import Access, forward_of_any_arrays, of_any_arrays
 from cuflash._select.choose import LaunchStep, Wanted, choose
 from cuflash._select.override import BackwardConfigs
 from cuflash._select.score_sums import SUMMED, score_sums
@@ -199,13 +199,16 @@ def repeated_backward(
 def workspace_size(problem: Problem, pass_name: str) -> int:
     """Bytes of scratch memory that the ``"forward"`` or ``"backward"`` of a problem needs.
 
-    The backward may need float32 sums of dq, if one kernel computes all gradients on the current
-    device.
+    Wherever its arrays lie: of a forward that splits keys, in as many parts as any kernel that may
+    serve it takes; of a backward, with float32 sums of dq if one kernel may compute all gradients.
     """
+    own = hardware.of_device(runtime.getDevice())
     if pass_name == "forward":
-        steps = choose(problem, hardware.of_device(runtime.getDevice()))
-        return Workspace.of(problem, backward=False, splits=_splits_of(steps)).size
-    own, access = hardware.of_device(runtime.getDevice()), of_any_arrays(problem)
+        splits = max(
+            _splits_of(choose(problem, own, access)) for access in forward_of_any_arrays(problem)
+        )
+        return Workspace.of(problem, backward=False, splits=splits).size
+    access = of_any_arrays(problem)
     return max(
         _backward_workspace(
             problem,

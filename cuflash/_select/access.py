@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from cuflash._kernels.config import KernelConfig
@@ -56,6 +56,20 @@ def in_c_order(problem: Problem, *, backward: bool = False) -> Access:
 def of_any_arrays(problem: Problem) -> Access:
     """Access that lets every gradient kernel serve: what a workspace has to suffice for."""
     return in_c_order(problem, backward=True)._replace(has_maps=lambda *_: True)
+
+
+def forward_of_any_arrays(problem: Problem) -> Iterator[Access]:
+    """Between them every kernel serves a forward, and rows of out are joined up to any axis.
+
+    What a workspace has to suffice for, wherever the arrays of the call lie.
+    """
+    layouts = in_c_order(problem).layouts
+    out = layouts["out"]
+    for joined in range(len(out.batch) + 1):
+        apart = tuple(2 * step if axis < joined else step for axis, step in enumerate(out.batch))
+        own = {**layouts, "out": out._replace(batch=apart)}
+        yield Access(own, lambda *_: True)
+        yield Access(own, lambda *_: False)
 
 
 def rows_fit_tensor_maps(problem: Problem) -> bool:

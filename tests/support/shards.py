@@ -1,13 +1,20 @@
-"""How is a call of whole arrays made by simulated ranks, and its results put together?"""
+"""How is a call of whole arrays made by simulated ranks, and its results put together?
+
+And how do ranks meet in a test? Over sockets, one thread for each.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from cuflash import distributed
 from cuflash._problem.option_table import FIELDS
+from cuflash.distributed import _launchers
 
 QKV = ("q", "k", "v")
 
@@ -15,6 +22,29 @@ QKV = ("q", "k", "v")
 def has_rows(array: Any, axis: int) -> bool:
     """Whether an option has a value for each query, not one for all."""
     return array is not None and array.ndim >= -axis and array.shape[axis] != 1
+
+
+def in_threads(size: int, run: Callable[[Any], Any], **how: Any) -> list[Any]:
+    """What ``run(communicator)`` returns on each rank, or raises; a list has a value for each."""
+    limits = {"op_timeout": 20.0, "init_timeout": 10.0, "transport": "host"}
+    how = limits | {"address": f"127.0.0.1:{_launchers.free_port()}"} | how
+    found: dict[int, Any] = {}
+
+    def rank_of(rank: int) -> None:
+        own = {n: a[rank] if isinstance(a, list) else a for n, a in how.items()}
+        try:
+            comm = distributed.connect(rank, size, secret="long enough", **own)
+            with contextlib.closing(comm):
+                found[rank] = run(comm)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [found[rank] for rank in range(size)]
 
 
 class Shards:
