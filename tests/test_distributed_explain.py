@@ -22,11 +22,19 @@ SHAPE = (8, 64, 16)
         ({"memory": "1 GB"}, "memory: got '1 GB', expected an int"),
         ({"dtype": "f3"}, "dtype: got 'f3', expected a floating dtype"),
         ({"size": 0}, "size: got 0, expected a positive int"),
+        ({"size": 2**17}, "size: got 131072, expected at most 65536"),
+        ({"memory": 2**60}, "memory: got 1152921504606846976, expected at most 281474976710656"),
+        ({"q": 8}, "q: got 8, expected a tuple of ints from 0 on, two or more"),
+        ({"q": (8, -1, 16)}, r"q: got \(8, -1, 16\), expected a tuple of ints"),
+        ({"q": (2**30, 2**30, 16)}, r"q: got .*, expected at most 32 axes, and fewer than 2.60"),
+        ({"k": ()}, r"k: got \(\), expected a tuple"),
     ],
 )
 def test_what_explain_cannot_tell_is_named(words, message):
+    shapes = [words.get(name, SHAPE) for name in "qk"]
+    others = {name: word for name, word in words.items() if name not in "qk"}
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        distributed.explain(SHAPE, SHAPE, **{"size": 4} | words)
+        distributed.explain(*shapes, **{"size": 4} | others)
 
 
 def test_ranks_of_one_host_are_explained_as_such():

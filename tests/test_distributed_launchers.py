@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 
+import numpy as np
 import pytest
 
 from cuflash import distributed
@@ -108,7 +110,6 @@ def test_wrong_arguments(monkeypatch):
         ({"secret": "long enough", "address": "host"}, ValueError, "address: got 'host'"),
         ({"secret": "long enough", "address": ":29400"}, ValueError, "address: got ':29400'"),
         ({"secret": "long enough", "address": "a:65536"}, ValueError, "address: got 'a:65536'"),
-        ({"secret": "long enough", "address": "a:0"}, ValueError, "address: got 'a:0'"),
         ({"secret": "long enough", "address": 29400}, TypeError, "address: got 29400"),
         ({"transport": "mpi"}, ValueError, "transport: got 'mpi', expected 'nccl' or 'host'"),
     ):
@@ -136,3 +137,57 @@ def test_ranks_that_were_told_of_other_numbers():
         thread.join()
     assert set(errors) == {0, 1}
     assert all("rank 1 was told of 3 ranks, rank 0 of 2" in text for text in errors.values())
+
+
+ALONE = {"secret": "long enough", "transport": "host", "address": "127.0.0.1:0"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"transport": None}, TypeError, "transport: got None, expected 'nccl' or 'host'"),
+        ({"transport": np.zeros(3)}, TypeError, "transport: got array"),
+        ({"device": -1}, ValueError, "device: got -1, expected an int from 0 on"),
+        ({"init_timeout": "1"}, TypeError, "init_timeout: got '1', expected seconds, above 0"),
+        ({"op_timeout": None}, TypeError, "op_timeout: got None"),
+        ({"op_timeout": 10**400}, ValueError, "op_timeout: got an int beyond"),
+        ({"liveness_timeout": 0}, ValueError, "liveness_timeout: got 0, expected seconds, above 0"),
+        ({"liveness_timeout": 1e7}, ValueError, "at most 1e.06"),
+        ({"address": "host:²"}, ValueError, "address: got 'host:²', expected \"host:port\""),
+        ({"address": "host:" + "1" * 5000}, ValueError, "address: got"),
+        ({"address": "h" * 100 + ":1"}, ValueError, "address: got"),
+        ({"size": 2**40}, ValueError, "size: got 1099511627776, expected at most 65536"),
+        ({"timeout": 3}, TypeError, "timeout: got an unknown keyword.* did you mean op_timeout="),
+    ],
+)
+def test_wrong_arguments_of_connect_are_named(wrong, error, message):
+    with pytest.raises(error, match=message):
+        distributed.connect(**{"rank": 0, "size": 1} | ALONE | wrong)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "first"}, "RANK: got 'first', expected a number, as a launcher sets it"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE: got ''"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK: got 'x'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT: got 'http'"),
+        ({"RANK": "1"}, "rank: got 1, expected a rank below size, 1"),
+    ],
+)
+def test_variables_that_are_no_numbers_are_named(variables, message):
+    right = {"RANK": "0", "WORLD_SIZE": "1"}
+    with pytest.raises(ValueError, match=message):
+        distributed.from_environment(right | variables, **ALONE)
+    with pytest.raises(TypeError, match="environment: got list, expected None or a mapping"):
+        distributed.from_environment([*right], **ALONE)
+
+
+def test_an_address_that_is_taken_is_named():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        message = rf"nobody can listen at {place} \(.*in use"
+        with pytest.raises(distributed.CommunicationError, match=message):
+            distributed.connect(0, 1, **ALONE | {"address": place})

@@ -20,6 +20,7 @@ FLOATS = tuple(np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float6
 #: every query of an array sees as far as the array goes.
 FARTHEST = 2**59
 _WIDEST = 2 * FARTHEST
+_MOST_AXES = 32  # as of arrays of CuPy
 
 
 def is_integer(value: Any) -> bool:
@@ -45,6 +46,19 @@ def dtype_of(name: str, value: Any, expected: str) -> np.dtype[Any]:
     except Exception as error:  # what an object of the caller's raises, or a text that is no UTF-8
         raise wrong_type(name, shown(value), expected) from error
     raise wrong_type(name, "None", expected)
+
+
+def shape_of(name: str, value: Any) -> tuple[int, ...]:
+    """A shape of two axes or more, whose elements an address can count."""
+    expected = "a tuple of ints from 0 on, two or more"
+    if not isinstance(value, tuple | list) or not all(map(is_integer, value)):
+        raise wrong_type(name, shown(value), expected)
+    shape = tuple(integer_value(name, n, expected) for n in value)
+    if len(shape) < 2 or min(shape) < 0:
+        raise wrong_value(name, shown(shape), expected)
+    if len(shape) > _MOST_AXES or math.prod(max(n, 1) for n in shape) >= 2**60:
+        raise wrong_value(name, shown(shape), "at most 32 axes, and fewer than 2^60 elements")
+    return shape
 
 
 def _refused(name: str, value: Any, error: Exception, expected: str) -> Exception:

@@ -188,8 +188,12 @@ def _listening(address: tuple[str, int], backlog: int) -> Any:
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(backlog)
+        try:
+            listener.bind(address)
+            listener.listen(backlog)
+        except OSError as error:
+            text = f"nobody can listen at {address[0]}:{address[1]} ({error.strerror or error})"
+            raise CommunicationError(text) from error
         yield listener
 
 

@@ -46,7 +46,7 @@ def scores(
            [  2.,   2.,   2.]])
     """
     options = resolve(options, score_options)
-    q, k, _ = operands(q, k, k, options, axes, dtype)
+    q, k, _ = operands(q, k, k, options, _without_values(axes), dtype)
     return score_and_slopes(q, k, options, dtype)[0]
 
 
@@ -211,7 +211,8 @@ def logsumexp(q: Array, k: Array, /, **rest: Any) -> Array:
     >>> cuflash.reference.logsumexp(np.zeros((1, 4)), np.zeros((8, 4))) == np.log(8)
     array([ True])
     """
-    return attention(q, k, k, return_lse=True, **_without_values(rest)).lse
+    rest["axes"] = _without_values(rest.get("axes"))
+    return attention(q, k, k, return_lse=True, **rest).lse
 
 
 def logsumexp_backward(
@@ -234,7 +235,7 @@ def logsumexp_backward(
     (5, 4)
     """
     del lse
-    rest = _without_values(rest)
+    rest["axes"] = _without_values(rest.get("axes"))
     nothing = np.zeros_like(attention(q, k, k, **rest))
     return attention_backward(nothing, q, k, k, dlse=dlse, wrt=wrt, **rest)
 
@@ -264,7 +265,7 @@ def weights(
     """
     del lse
     options = resolve(options, score_options)
-    q, k, _ = operands(q, k, k, options, axes, dtype)
+    q, k, _ = operands(q, k, k, options, _without_values(axes), dtype)
     score, seen, *_ = score_and_slopes(q, k, options, dtype)
     p, _ = softmax(score, seen, sink_of_rows(options, score, dtype))
     everything = slice(None)
@@ -328,10 +329,9 @@ def merge_backward(
     return AttentionResult(np.moveaxis(douts, 0, axis), np.moveaxis(dlses, 0, axis))
 
 
-def _without_values(rest: dict[str, Any]) -> dict[str, Any]:
+def _without_values(axes: Any) -> Any:
     """Axes for a call in which keys stand for values."""
-    axes = rest.get("axes")
-    return rest if axes is None else rest | {"axes": (axes[0], axes[1], axes[1], (-2, -1))}
+    return None if axes is None else (axes[0], axes[1], axes[1], (-2, -1))
 
 
 def _seen_product(a: Array, b: Array, seen: Array) -> Array:
