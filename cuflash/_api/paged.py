@@ -30,7 +30,14 @@ from cuflash._problem.checks import flag, integers, require_float
 from cuflash._problem.habits import WORDS_OF_PAGES, refuse_words
 from cuflash._problem.operand import CANONICAL, Axes, checked_axes, core_axes
 from cuflash._problem.option_table import ARRAYS
-from cuflash._problem.options import Options, ScoreOptions, resolve, signature, with_arrays
+from cuflash._problem.options import (
+    Options,
+    ScoreOptions,
+    arrays_read,
+    resolve,
+    signature,
+    with_arrays,
+)
 from cuflash._problem.philox import Origin
 from cuflash._problem.problem import Problem, describe, in_pages
 from cuflash._results import AttentionResult
@@ -172,7 +179,7 @@ def attention_paged(
     if xp is np:
         size, pages = paged.k_pages.shape[-2], len(paged.k_pages)
         pages_within(paged.page_table, paged.kv_lengths, size, pages)
-    inputs = given | every.arrays
+    inputs = given | arrays_read(every)
     out, lse = arguments.results(xp, pair, problem, inputs, with_lse=return_lse or xp is np)
     if xp is np:
         _on_the_host(problem, paged, chosen, out, lse)

@@ -31,6 +31,7 @@ from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import (
     Options,
     ScoreOptions,
+    arrays_read,
     gradient_names,
     resolve,
     with_arrays,
@@ -155,7 +156,7 @@ def _attention_varlen(
     pair = arguments.result_pair(out, flag("return_lse", return_lse))
     ends = ends_of(given, cu_seqlens_q, cu_seqlens_k)
     problem = describe_packed(*qkv, chosen, ends, axes=axes, precision=precision, out=pair[0])
-    inputs = given | ends | chosen.arrays
+    inputs = given | ends | arrays_read(chosen)
     out, lse = arguments.results(xp, pair, problem, inputs, with_lse=True)
     if xp is np:
         _forward_on_the_host(problem, chosen, ends, qkv, out, lse)
@@ -245,7 +246,7 @@ def attention_varlen_backward(
     ends = ends_of(given, cu_seqlens_q, cu_seqlens_k)
     problem = describe_packed(*qkv, chosen, ends, axes=axes, precision=precision)
     saved = arguments.saved_arrays("attention_varlen", problem, given["q"], dout, out, lse, dlse)
-    read = given | ends | chosen.arrays | saved._asdict()
+    read = given | ends | arrays_read(chosen) | saved._asdict()
     gradients = arguments.gradient_buffers(xp, wanted, grads_out, read)
     if xp is np:
         _backward_on_the_host(problem, chosen, ends, qkv, saved, gradients)

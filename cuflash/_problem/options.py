@@ -270,6 +270,17 @@ def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
     return options
 
 
+def arrays_read(options: Options) -> dict[str, Array]:
+    """The arrays that a call with these options reads, by name; those of formulas too."""
+    mods = {"score_mod": options.score_mod, "mask_mod": options.mask_mod}
+    return options.arrays | {
+        f"{kind}.arrays[{name!r}]": array
+        for kind, mod in mods.items()
+        if mod is not None
+        for name, array in mod.arrays.items()
+    }
+
+
 def gradient_names(wrt: Any, options: Options) -> tuple[str, ...]:
     """The inputs that ``wrt`` names, in the order of FIELDS."""
     expected = f"a tuple of {', '.join(map(repr, FIELDS))}"
