@@ -432,6 +432,20 @@ def test_pullback_is_attention_backward(xp: ModuleType) -> None:
         assert memory.to_numpy(getattr(gradients, f"d{name}")).tobytes() == gradient.tobytes()
 
 
+def test_a_pullback_has_every_keyword_of_its_call(monkeypatch) -> None:
+    """Also those that change no result on a CPU."""
+    q, dlse = np.ones((4, 8)), np.ones(4)
+    call = {"axes": [(-2, -1)] * 4, "precision": "tf32", "deterministic": False}
+    _, pullback = cuflash.attention_vjp(q, q, q, causal=True, **call)
+    given: dict[str, object] = {}
+    attention = sys.modules["cuflash._api.attention"]
+    monkeypatch.setattr(attention, "attention_backward", lambda *_, **rest: given.update(rest))
+    pullback(q, dlse=dlse, wrt=("q",))
+    expected = call | {"options": cuflash.Options(causal=True), "wrt": ("q",)}
+    assert given.pop("dlse") is dlse
+    assert given == expected
+
+
 @pytest.mark.parametrize(
     ("dtypes", "expected"),
     [

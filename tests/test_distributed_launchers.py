@@ -1,21 +1,16 @@
-"""Where do ranks learn who they are, and does the NCCL communicator order what it should?"""
+"""Where do ranks learn who they are?"""
 
 from __future__ import annotations
 
 import contextlib
-import queue
+import socket
 import threading
-import time
-import types
-from collections import defaultdict
 
 import numpy as np
 import pytest
 
 from cuflash import distributed
-from cuflash.distributed import _launchers, _nccl
-from cuflash.distributed._communicator import Exchange
-from cuflash.distributed._traffic import Extents, chosen
+from cuflash.distributed import _launchers
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.7",
             "MASTER_PORT": "29500"}  # fmt: skip
@@ -43,6 +38,56 @@ def test_variables_of_launchers(monkeypatch, environment, place):
     assert (rank, size, options) == place
 
 
+def test_arguments_go_before_variables(monkeypatch):
+    monkeypatch.setattr(_launchers, "connect", lambda rank, size, **options: options)
+    given = {"address": "b:6", "secret": "mine", "device": 3}
+    environment = TORCHRUN | {"CUFLASH_ADDRESS": "a:5", "CUFLASH_SECRET": "s"}
+    assert distributed.from_environment(environment, **given) == given
+
+
+def test_an_address_of_six_bytes_in_brackets():
+    assert _launchers._place("[::1]:29400") == ("::1", 29400)
+
+
+def test_ranks_of_mpi_have_the_secret_and_the_port_of_the_first():
+    told, ready = [], threading.Event()
+
+    class Mpi:
+        def __init__(self, rank):
+            self.rank = rank
+
+        def Get_rank(self):
+            return self.rank
+
+        def Get_size(self):
+            return 2
+
+        def bcast(self, value, root):
+            if self.rank == root:
+                told.append(value)
+                ready.set()
+            else:
+                assert value is None
+            assert ready.wait(10)
+            return told[0]
+
+    found = {}
+
+    def join(rank):
+        with contextlib.closing(
+            distributed.from_mpi(Mpi(rank), transport="host", init_timeout=10.0)
+        ) as comm:
+            found[rank] = comm.agree({rank: b"%d" % rank})
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == {0: [b"0", b"1"], 1: [b"0", b"1"]}
+    assert len(told[0][0]) >= 32
+
+
 def test_no_launcher():
     with pytest.raises(RuntimeError, match="no launcher has set RANK"):
         distributed.from_environment({})
@@ -63,6 +108,9 @@ def test_wrong_arguments(monkeypatch):
         ({"secret": "short"}, ValueError, "secret: got 5 characters, expected at least 8"),
         ({"secret": 5}, TypeError, "secret: got int"),
         ({"secret": "long enough", "address": "host"}, ValueError, "address: got 'host'"),
+        ({"secret": "long enough", "address": ":29400"}, ValueError, "address: got ':29400'"),
+        ({"secret": "long enough", "address": "a:65536"}, ValueError, "address: got 'a:65536'"),
+        ({"secret": "long enough", "address": 29400}, TypeError, "address: got 29400"),
         ({"transport": "mpi"}, ValueError, "transport: got 'mpi', expected 'nccl' or 'host'"),
     ):
         with pytest.raises(kind, match=message):
@@ -91,252 +139,55 @@ def test_ranks_that_were_told_of_other_numbers():
     assert all("rank 1 was told of 3 ranks, rank 0 of 2" in text for text in errors.values())
 
 
-def test_several_hosts_exchange_heads_within_one():
-    extents = Extents(64, 64, (8, 4), (8, 4), (8, 4), (8, 4), np.dtype(np.float32))
-    own, _ = chosen("auto", extents, 8, None, per_host=4)
-    assert (own.method, own.across) == ("usp", 4)
-    few = Extents(64, 64, (3, 4), (3, 4), (3, 4), (3, 4), np.dtype(np.float32))
-    assert chosen("auto", few, 8, None, per_host=4)[0].method == "ring"
+ALONE = {"secret": "long enough", "transport": "host", "address": "127.0.0.1:0"}
 
 
-def test_auto_takes_what_fits():
-    """A ring sends as many bytes as all keys of 2 key/value heads take, and keeps fewer."""
-    extents = Extents(
-        1 << 20, 1 << 20, (3, 128), (1, 128), (1, 128), (3, 128), np.dtype(np.float16)
-    )
-    assert chosen("auto", extents, 8, None)[0].method == "ring"
-    assert chosen("auto", extents, 8, 1 << 30)[0].method == "ring"
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"transport": None}, TypeError, "transport: got None, expected 'nccl' or 'host'"),
+        ({"transport": np.zeros(3)}, TypeError, "transport: got array"),
+        ({"device": -1}, ValueError, "device: got -1, expected an int from 0 on"),
+        ({"init_timeout": "1"}, TypeError, "init_timeout: got '1', expected seconds, above 0"),
+        ({"op_timeout": None}, TypeError, "op_timeout: got None"),
+        ({"op_timeout": 10**400}, ValueError, "op_timeout: got an int beyond"),
+        ({"liveness_timeout": 0}, ValueError, "liveness_timeout: got 0, expected seconds, above 0"),
+        ({"liveness_timeout": 1e7}, ValueError, "at most 1e.06"),
+        ({"address": "host:²"}, ValueError, "address: got 'host:²', expected \"host:port\""),
+        ({"address": "host:" + "1" * 5000}, ValueError, "address: got"),
+        ({"address": "h" * 100 + ":1"}, ValueError, "address: got"),
+        ({"size": 2**40}, ValueError, "size: got 1099511627776, expected at most 65536"),
+        ({"timeout": 3}, TypeError, "timeout: got an unknown keyword.* did you mean op_timeout="),
+    ],
+)
+def test_wrong_arguments_of_connect_are_named(wrong, error, message):
+    with pytest.raises(error, match=message):
+        distributed.connect(**{"rank": 0, "size": 1} | ALONE | wrong)
 
 
-# --- NCCL, without one --------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "first"}, "RANK: got 'first', expected a number, as a launcher sets it"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE: got ''"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK: got 'x'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT: got 'http'"),
+        ({"RANK": "1"}, "rank: got 1, expected a rank below size, 1"),
+    ],
+)
+def test_variables_that_are_no_numbers_are_named(variables, message):
+    right = {"RANK": "0", "WORLD_SIZE": "1"}
+    with pytest.raises(ValueError, match=message):
+        distributed.from_environment(right | variables, **ALONE)
+    with pytest.raises(TypeError, match="environment: got list, expected None or a mapping"):
+        distributed.from_environment([*right], **ALONE)
 
 
-class FakeCuda:
-    """CuPy and NCCL over NumPy arrays: what is posted happens at the end of a group."""
-
-    def __init__(self):
-        self.memory = {}
-        self.mail = defaultdict(queue.Queue)
-        self.own = threading.local()
-        self.log = []
-        self.frozen = False
-
-    def array(self, array):
-        pointer = id(array)
-        self.memory[pointer] = array
-        return types.SimpleNamespace(data=types.SimpleNamespace(ptr=pointer), nbytes=array.nbytes)
-
-    @property
-    def depth(self):
-        return getattr(self.own, "depth", 0)
-
-    def group_start(self):
-        self.own.depth, self.own.posted = self.depth + 1, []
-
-    def group_end(self):
-        self.own.depth -= 1
-        for kind, rank, other, pointer, number in sorted(
-            self.own.posted, key=lambda p: p[0] != "send"
-        ):
-            flat = self.memory[pointer].reshape(-1).view(np.uint8)
-            assert flat.size == number
-            if kind == "send":
-                self.mail[rank, other].put(flat.copy())
-            else:
-                flat[:] = self.mail[other, rank].get(timeout=5)
-
-    def communicator(self, rank):
-        def post(kind):
-            def call(pointer, number, dtype, other, stream):
-                assert self.depth == 1, "outside of a group"
-                assert (dtype, stream) == ("byte", 7)
-                self.own.posted.append((kind, rank, other, pointer, number))
-
-            return call
-
-        return types.SimpleNamespace(
-            send=post("send"), recv=post("recv"), abort=lambda: self.log.append(("abort", rank))
-        )
-
-    def zeros(self, shape, dtype):
-        return [[self.array(np.zeros(shape[2], dtype)) for _ in range(shape[1])]
-                for _ in range(shape[0])]  # fmt: skip
-
-    @property
-    def cupy(self):
-        fake = self
-
-        class Event(str):
-            @property
-            def done(self):
-                return not fake.frozen
-
-        class Stream:
-            ptr = 7
-
-            def __init__(self, non_blocking=False, priority=0):
-                self.name = "own" if non_blocking else "current"
-
-            def record(self):
-                fake.log.append(("record", self.name))
-                return Event(self.name)
-
-            def wait_event(self, event):
-                fake.log.append((self.name, "waits for", event))
-
-            def synchronize(self):
-                fake.log.append((self.name, "synchronized"))
-
-        class Device(contextlib.nullcontext):
-            def use(self):
-                pass
-
-        runtime = types.SimpleNamespace(
-            getDeviceCount=lambda: 4, memGetInfo=lambda: (1000, 2000),
-            deviceGetPCIBusId=lambda number: f"bus {number}",
-        )  # fmt: skip
-        cuda = types.SimpleNamespace(
-            Device=Device, Stream=Stream, get_current_stream=Stream, runtime=runtime
-        )
-        pool = types.SimpleNamespace(free_bytes=lambda: 24)
-        return types.SimpleNamespace(
-            cuda=cuda, zeros=self.zeros, get_default_memory_pool=lambda: pool
-        )
-
-    @property
-    def nccl(self):
-        fake = self
-
-        class NcclCommunicator:
-            def __new__(cls, size, identity, rank):
-                assert (size, identity) == (2, b"identity")
-                return fake.communicator(rank)
-
-            @staticmethod
-            def initAll(devices):
-                return [fake.communicator(rank) for rank in range(len(devices))]
-
-        return types.SimpleNamespace(
-            NCCL_UINT8="byte", groupStart=self.group_start, groupEnd=self.group_end,
-            NcclCommunicator=NcclCommunicator, get_unique_id=lambda: b"identity", available=True,
-        )  # fmt: skip
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    found = FakeCuda()
-    monkeypatch.setattr(_launchers, "imported_cupy", lambda: found.cupy)
-    monkeypatch.setattr(_launchers, "nccl_module", lambda: found.nccl)
-    monkeypatch.setattr(_nccl, "imported_cupy", lambda: found.cupy)
-    monkeypatch.setattr(_nccl, "nccl_module", lambda: found.nccl)
-    monkeypatch.setattr(_nccl, "is_cupy", lambda array: not isinstance(array, np.ndarray))
-    return found
-
-
-def test_devices_exchange_in_one_group_between_the_right_streams(fake):
-    devices = _nccl.Devices.of([2, 0, 1])
-    sent = [np.full(5, float(rank)) for rank in range(3)]
-    got = [np.zeros(5) for _ in range(3)]
-    exchanges = {
-        rank: Exchange(
-            (((rank + 1) % 3, fake.array(sent[rank])),), (((rank - 1) % 3, fake.array(got[rank])),)
-        )
-        for rank in range(3)
-    }
-    ticket = devices.start(exchanges)
-    begun = fake.log.copy()
-    assert begun[:2] == [("record", "current"), ("own", "waits for", "current")]
-    assert begun[-3:] == [("record", "own")] * 3
-    devices.wait(ticket)
-    assert fake.log[len(begun) :] == [("current", "waits for", "own")] * 3
-    assert [a[0] for a in got] == [2, 0, 1]
-    assert devices.free_memory(0) == 1024
-    devices.close()
-    assert fake.log[-3:] == [("abort", rank) for rank in range(3)]
-
-
-def test_arrays_of_the_host_over_nccl_are_refused_and_the_group_is_left(fake):
-    devices = _nccl.Devices.of([0, 1])
-    exchange = Exchange(((1, np.zeros(3)),), ())
-    with pytest.raises(TypeError, match="got a NumPy array, expected CuPy arrays over NCCL"):
-        devices.start({0: exchange, 1: Exchange((), ())})
-    assert fake.depth == 0
-
-
-def of_two_ranks(run, devices=(0, 1), op_timeout=5.0):
-    """What ``run(rank, communicator)`` returns, or the error, of two ranks in threads."""
-    address = f"127.0.0.1:{_launchers.free_port()}"
-    found = {}
-
-    def rank_of(rank):
-        try:
-            comm = distributed.connect(
-                rank, 2, address=address, secret="long enough", device=devices[rank],
-                op_timeout=op_timeout, init_timeout=5.0,
-            )  # fmt: skip
-            with contextlib.closing(comm):
-                found[rank] = run(rank, comm)
-        except distributed.CommunicationError as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert set(found) == {0, 1}
-    return found
-
-
-def swapped(fake, rank, comm):
-    """An exchange of one array with the other rank."""
-    sent, got = np.full(3, float(rank)), np.zeros(3)
-    exchange = Exchange(((1 - rank, fake.array(sent)),), ((1 - rank, fake.array(got)),))
-    comm.wait(comm.start({rank: exchange}))
-    return got[0]
-
-
-def test_processes_exchange_over_nccl(fake):
-    """After a warm-up of all pairs."""
-
-    def run(rank, comm):
-        before = comm.control.progress
-        return swapped(fake, rank, comm), comm.control.progress - before
-
-    assert of_two_ranks(run) == {0: (1.0, 1), 1: (0.0, 1)}
-    assert sorted(e for e in fake.log if e[0] == "abort") == [("abort", 0), ("abort", 1)]
-
-
-def test_two_ranks_on_one_gpu(fake):
-    for error in of_two_ranks(swapped, devices=(3, 3)).values():
-        assert "ranks 0 and 1 have one GPU, bus 3" in str(error)
-
-
-@pytest.mark.parametrize("late", [None, 1])
-def test_an_exchange_that_does_not_end_is_aborted_on_all_ranks(fake, late):
-    """The rank that has not begun it is named, if there is one."""
-
-    both = threading.Barrier(2)
-
-    def run(rank, comm):
-        time.sleep(0.3)  # the warm-up has been seen to end
-        both.wait()
-        fake.frozen = True
-        if rank != late:
-            comm.start({rank: Exchange(((1 - rank, fake.array(np.zeros(3))),), ())})
-        until = time.monotonic() + 10
-        while time.monotonic() < until:
-            comm.check()
-            time.sleep(0.02)
-
-    found = of_two_ranks(run, op_timeout=0.6)
-    word = "no rank is behind" if late is None else "rank 1 is stuck: an exchange of rank 0"
-    assert [word in str(error) for error in found.values()] == [True, True], found
-    assert [found[rank].rank for rank in range(2)] == [late, late]
-    assert sorted(e for e in fake.log if e[0] == "abort") == [("abort", 0), ("abort", 1)]
-
-
-@pytest.mark.parametrize("devices", [[], [0, 0], [4], "01", [True], 2])
-def test_wrong_devices(fake, devices):
-    with pytest.raises((TypeError, ValueError), match="devices: got"):
-        _nccl.devices_of(devices)
+def test_an_address_that_is_taken_is_named():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        message = rf"nobody can listen at {place} \(.*in use"
+        with pytest.raises(distributed.CommunicationError, match=message):
+            distributed.connect(0, 1, **ALONE | {"address": place})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -13,11 +10,10 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash import distributed, testing
 from cuflash._problem.option_table import FIELDS
-from cuflash.distributed import _launchers
 from cuflash.distributed._layout import LAYOUTS
 from cuflash.testing._budget import Budget
 from support.problems import ALL_OPTIONS
-from support.shards import Shards, has_rows
+from support.shards import Shards, has_rows, in_threads
 
 METHODS = ("all_gather", "ring", "ulysses", "usp")
 SIZES = (2, 3, 4, 5, 6, 8, 12, 16)
@@ -103,28 +99,18 @@ def test_formulas_see_places_in_the_whole(drawn, formula):
 
 
 def of_processes(call, method, size):
-    """What :func:`of_ranks` returns, of ranks that meet over sockets: one thread for each."""
-    address = f"127.0.0.1:{_launchers.free_port()}"
-    found, cutter = {}, Shards(size, "zigzag", method)
+    """What :func:`of_ranks` returns, of ranks that meet over sockets."""
+    cutter = Shards(size, "zigzag", method)
     options = cutter.options(call.options)
 
-    def rank_of(rank):
-        comm = distributed.connect(
-            rank, size, address=address, secret="long enough", transport="host", op_timeout=20.0
-        )
-        with contextlib.closing(comm):
-            q, k, v, dout = (cutter.cut(a)[rank] for a in (*call.qkv, call.dout))
-            own = {n: a[rank] if isinstance(a, list) else a for n, a in options.items()}
-            out, pullback = distributed.attention_vjp(q, k, v, comm=comm, method=method, **own)
-            gradients = pullback(dout, wrt=call.wrt)
-            found[rank] = out, {n: getattr(gradients, FIELDS[n]) for n in call.wrt}
+    def run(comm):
+        q, k, v, dout = (cutter.cut(a)[comm.rank] for a in (*call.qkv, call.dout))
+        own = {n: a[comm.rank] if isinstance(a, list) else a for n, a in options.items()}
+        out, pullback = distributed.attention_vjp(q, k, v, comm=comm, method=method, **own)
+        gradients = pullback(dout, wrt=call.wrt)
+        return out, {n: getattr(gradients, FIELDS[n]) for n in call.wrt}
 
-    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [found[rank] for rank in range(size)]
+    return in_threads(size, run)
 
 
 @pytest.mark.parametrize("size", [2, 4, 16])

@@ -505,7 +505,14 @@ ARRAY_OPTIONS = {
     "q_lengths": lambda a: a.view(np.int32)[..., 0, 0],
     "kv_lengths": lambda a: a.view(np.int32)[..., 0, 0],
     "segment_ids": lambda a: (a.view(np.int32)[..., 0], np.zeros(7, np.int32)),
-}
+    "score_mod": lambda a: cuflash.ScoreMod(
+        "score", grad="1.0f", arrays={"a": a}, host=lambda score, *_, a: score,
+        host_grad=lambda score, *_, a: 0 * score + 1,
+    ),
+    "mask_mod": lambda a: cuflash.MaskMod(
+        "true", arrays={"a": a}, host=lambda *_, a: np.array(True)
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("result", ["out", "lse", "grads_out.dq"])

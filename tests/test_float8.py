@@ -14,12 +14,17 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import Options, reference
-from cuflash._problem.float8 import E4M3, E5M2, factor_of_rows, rows_of_blocks
+from cuflash._api import float8
+from cuflash._problem.float8 import E4M3, E5M2, RESULTS, factor_of_rows, rows_of_blocks
 from cuflash.testing import assert_attention_close
 from support import covering
 from support.float8 import BF16, bits, dequantized, of_8_bits, on_gpu, on_host, powers_of_two
 
-RESULTS = (np.dtype(np.float16), BF16, np.dtype(np.float32))
+#: An element times it is exact in float32, and rounded in 16 bits.
+ELEVEN_BITS = 0.25 + 2.0**-12
+#: (sequence, feature) axes of q, k, v and out, in four orders.
+AXES = [(-3, -1), (-1, 0), (-2, -1), (0, 1)]
+PAGES = [(-3, -1), (-1, -2), (-2, -1), (1, 2)]
 ROWS = covering.rows()[:: len(covering.rows()) // 40]
 
 
@@ -57,15 +62,18 @@ def test_a_call_is_that_of_dequantised_arrays(row: dict[str, str]) -> None:
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
 def test_the_result_has_the_dtype_of_its_destination(kind: Any, dtype: Any) -> None:
     q, k, v = (of_8_bits((2, 3, 40, 16), i, kind) for i in range(3))
-    own = {"q_scale": 0.25, "v_scale": powers_of_two((2, 1, 1, 1), 3)}
+    own = {"q_scale": ELEVEN_BITS, "v_scale": powers_of_two((2, 1, 1, 1), 3)}
     out = np.full((2, 3, 40, 16), np.nan, dtype)
     assert cuflash.attention(q, k, v, out=out, **own) is out
-    plain = [dequantized(q, 0.25, dtype), k.astype(dtype), dequantized(v, own["v_scale"], dtype)]
+    given_ = (ELEVEN_BITS, 1.0, own["v_scale"])
+    plain = [dequantized(a, s, dtype) for a, s in zip((q, k, v), given_, strict=True)]
     assert bits(out) == bits(cuflash.attention(*plain))
+    table, lengths = np.arange(2)[:, None], [40, 33]
+    cuflash.attention_paged(q, k, v, table, lengths, out=out, **own)
+    assert bits(out) == bits(cuflash.attention_paged(*plain, table, lengths))
     exact = reference.attention(q, k, v, **own)
-    assert bits(exact) == bits(
-        reference.attention(dequantized(q, 0.25), k, dequantized(v, own["v_scale"]))
-    )
+    wide = [dequantized(a, s) for a, s in zip((q, k, v), given_, strict=True)]
+    assert bits(exact) == bits(reference.attention(*wide))
     lse = np.empty(out.shape[:-1], np.float32)
     cuflash.attention(q, k, v, out=(out, lse), return_lse=True, **own)
     grads = cuflash.attention_backward(out, q, k, v, out, lse, **own)
@@ -83,6 +91,17 @@ def test_the_definition_of_a_gradient_is_that_of_dequantised_arrays() -> None:
     assert all(bits(a) == bits(b) for a, b in zip(found, expected, strict=True))
 
 
+def test_results_of_another_library_are_close_in_their_own_dtype() -> None:
+    """bfloat16 where it has, and otherwise no less exact than float32."""
+    q, k, v = (of_8_bits((2, 70, 16), i) for i in range(3))
+    own = {"q_scale": 0.5, "v_scale": powers_of_two((2, 3, 1), 1)}
+    exact = reference.attention(q, k, v, return_lse=True, **own)
+    for dtype in (*RESULTS, np.float64):
+        assert_attention_close((exact.out.astype(dtype), exact.lse), q, k, v, **own)
+    with pytest.raises(AssertionError):
+        assert_attention_close(exact.out * 1.2, q, k, v, **own)
+
+
 def test_keys_and_values_alone_may_have_8_bits() -> None:
     """As of a cache: they are read in the dtype of the queries."""
     q = of_8_bits((2, 4, 5, 16), 0).astype(np.float16)
@@ -91,6 +110,42 @@ def test_keys_and_values_alone_may_have_8_bits() -> None:
     out = cuflash.attention(q, k, v, enable_gqa=True, **own)
     plain = [dequantized(a, s, np.float16) for a, s in zip((k, v), own.values(), strict=True)]
     assert bits(out) == bits(cuflash.attention(q, *plain, enable_gqa=True))
+
+
+def test_8_bits_are_read_in_the_widest_dtype_of_the_others() -> None:
+    """With all digits of a scale, and numbers that float16 has not."""
+    q, k, v = (of_8_bits((2, 40, 16), i) for i in range(3))
+    scale = np.array([[[0.3]], [[1e-9]]])
+    for dtypes in ((np.float16, np.float32), (np.float32, np.float16), (np.float64,) * 2):
+        others = [a.astype(dtype) for a, dtype in zip((k, v), dtypes, strict=True)]
+        widest = np.promote_types(*dtypes)
+        plain = q.astype(widest) * scale.astype(widest)
+        out = cuflash.attention(q, *others, q_scale=scale)
+        assert out.dtype == widest
+        assert bits(out) == bits(cuflash.attention(plain, *others))
+    exact = reference.attention(q, *others, q_scale=0.3)
+    assert abs(cuflash.attention(q, *others, q_scale=0.3) - exact).max() < 1e-14
+
+
+def test_a_factor_may_lie_beyond_the_dtype_of_its_products() -> None:
+    q = np.full((5, 16), 2.0**-6).astype(E4M3)
+    keys = of_8_bits((7, 16), 1).astype(np.float16)
+    out = cuflash.attention(q, keys, keys, q_scale=2.0**17)
+    assert bits(out) == bits(cuflash.attention(np.full((5, 16), 2048, np.float16), keys, keys))
+
+
+def test_a_gradient_of_out_alone_may_have_8_bits() -> None:
+    q, k, v = (of_8_bits((3, 40, 16), i).astype(np.float16) for i in range(3))
+    dout, ends = of_8_bits((3, 40, 16), 3, E5M2), [0, 15, 40]
+    wide = dout.astype(np.float16)
+    saved = cuflash.attention(q, k, v, return_lse=True)
+    ours = cuflash.attention_backward(dout, q, k, v, *saved)
+    theirs = cuflash.attention_backward(wide, q, k, v, *saved)
+    assert all(bits(a) == bits(b) for a, b in zip(ours, theirs, strict=True))
+    saved = cuflash.attention_varlen(q, k, v, ends, ends, return_lse=True)
+    ours = cuflash.attention_varlen_backward(dout, q, k, v, *saved, ends, ends)
+    theirs = cuflash.attention_varlen_backward(wide, q, k, v, *saved, ends, ends)
+    assert all(bits(a) == bits(b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_packed_sequences_pages_and_relatives() -> None:
@@ -110,6 +165,10 @@ def test_packed_sequences_pages_and_relatives() -> None:
     assert bits(lse) == bits(cuflash.logsumexp(*plain[:2]))
     weights = cuflash.weights(q, k, lse, rows=slice(None), **own)
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
+    exact = reference.logsumexp(q, k, q_scale=0.3).astype(np.float32)
+    weights = cuflash.weights(q, k, exact, rows=slice(None), q_scale=0.3)
+    exact = reference.weights(q, k, rows=slice(None), q_scale=0.3)
+    np.testing.assert_allclose(weights, exact, rtol=1e-5)
     ours = cuflash.logsumexp_backward(lse, q, k, lse, **own)
     assert bits(ours.dk) == bits(cuflash.logsumexp_backward(lse, *plain[:2], lse).dk)
     pages = [of_8_bits((4, 3, 16, 16), i) for i in (3, 4)]
@@ -135,12 +194,95 @@ def test_parts_of_the_keys_merge() -> None:
     assert abs(out.astype(float) - whole.out).max() < 2.0**-7 * abs(whole.out).max()
 
 
-def test_axes_belong_to_the_elements_and_not_to_scales() -> None:
-    q, k, v = (of_8_bits((2, 40, 3, 16), i) for i in range(3))
+def in_order(array: np.ndarray, pair: tuple[int, int]) -> np.ndarray:
+    """The (sequence, feature) axes of this pair last."""
+    return np.moveaxis(array, pair, (-2, -1))
+
+
+@pytest.mark.parametrize("functions", [cuflash, reference], ids=["cuflash", "reference"])
+def test_axes_belong_to_the_elements_and_not_to_scales(functions: Any) -> None:
+    batch = (2, 3)
+    q, k, v = (of_8_bits((*batch, 40, 16), i) for i in range(3))
+    dout = of_8_bits((*batch, 40, 16), 3, E5M2)
+    there = [np.moveaxis(a, (-2, -1), pair) for a, pair in zip((q, k, v), AXES, strict=False)]
+    dout_there = np.moveaxis(dout, (-2, -1), AXES[3])
     own = {"q_scale": powers_of_two((2, 3, 5, 1), 1), "k_scale": powers_of_two((3, 1, 1), 2)}
-    out = cuflash.attention(q, k, v, axes=[(-3, -1)] * 4, **own)
-    heads_first = cuflash.attention(*(a.swapaxes(1, 2) for a in (q, k, v)), **own)
-    assert bits(out.swapaxes(1, 2)) == bits(heads_first)
+    of_qk, own = own, own | {"v_scale": powers_of_two((2, 1, 3, 1), 3)}
+    found = functions.attention(*there, axes=AXES, return_lse=True, **own)
+    expected = functions.attention(q, k, v, return_lse=True, **own)
+    assert bits(in_order(found.out, AXES[3])) == bits(expected.out)
+    assert bits(found.lse) == bits(expected.lse)
+    ours = functions.attention_backward(dout_there, *there, *found, axes=AXES, **own)
+    theirs = functions.attention_backward(dout, q, k, v, *expected, **own)
+    for a, b, pair in zip(ours, theirs, AXES, strict=False):
+        assert bits(in_order(a, pair)) == bits(b)
+    if functions is cuflash:
+        assert_attention_close(found, *there, axes=AXES, gradients=ours, dout=dout_there, **own)
+    rows = {"axes": AXES, "rows": [3, 30]}
+    of_rows = functions.weights(*there[:2], found.lse, **rows, **of_qk)
+    assert bits(of_rows) == bits(functions.weights(q, k, found.lse, rows=[3, 30], **of_qk))
+    if functions is reference:
+        ours = reference.scores(*there[:2], axes=AXES, **of_qk)
+        assert bits(ours) == bits(reference.scores(q, k, **of_qk))
+    lse = functions.logsumexp(*there[:2], axes=AXES, **of_qk)
+    assert bits(lse) == bits(functions.logsumexp(q, k, **of_qk))
+    ours = functions.logsumexp_backward(lse, *there[:2], lse, axes=AXES, **of_qk)
+    theirs = functions.logsumexp_backward(lse, q, k, lse, **of_qk)
+    for a, b, pair in zip(ours, theirs, AXES, strict=False):
+        assert bits(in_order(a, pair)) == bits(b)
+
+
+@pytest.mark.parametrize("functions", [cuflash, reference], ids=["cuflash", "reference"])
+def test_axes_of_packed_sequences_and_pages(functions: Any) -> None:
+    q, k, v = (of_8_bits((3, 50, 16), i) for i in range(3))
+    dout, ends = of_8_bits((3, 50, 16), 3, E5M2), np.array([0, 20, 50])
+    own = {"q_scale": powers_of_two((3, 4, 1), 1), "k_scale": powers_of_two((3, 1, 1), 2)}
+    there = [np.moveaxis(a, (-2, -1), pair) for a, pair in zip((q, k, v), AXES, strict=False)]
+    dout_there = np.moveaxis(dout, (-2, -1), AXES[3])
+    given_ = {"axes": AXES, "return_lse": True, **own}
+    found = functions.attention_varlen(*there, ends, ends, **given_)
+    expected = functions.attention_varlen(q, k, v, ends, ends, return_lse=True, **own)
+    assert bits(in_order(found.out, AXES[3])) == bits(expected.out)
+    backward = functions.attention_varlen_backward
+    ours = backward(dout_there, *there, *found, ends, ends, axes=AXES, **own)
+    theirs = backward(dout, q, k, v, *expected, ends, ends, **own)
+    for a, b, pair in zip(ours, theirs, AXES, strict=False):
+        assert bits(in_order(a, pair)) == bits(b)
+    q, k, v = (of_8_bits((n, 3, 16, 16), i) for n, i in ((2, 4), (4, 5), (4, 6)))
+    own = {"k_scale": powers_of_two((4, 1, 2, 1), 1), "v_scale": powers_of_two((3, 1, 1), 2)}
+    there = [np.moveaxis(a, (-2, -1), pair) for a, pair in zip((q, k, v), PAGES, strict=False)]
+    table = [np.array([[3, 1], [0, 2]]), [20, 30]]
+    found = functions.attention_paged(*there, *table, axes=PAGES, **own)
+    expected = functions.attention_paged(q, k, v, *table, **own)
+    assert bits(in_order(found, PAGES[3])) == bits(expected)
+
+
+def test_a_workspace_is_that_of_dequantised_arrays() -> None:
+    """They lie in C order, and the others where they lay."""
+    q, k, v = (of_8_bits((2, 3, 40, 16), i) for i in range(3))
+    wide = np.broadcast_to(v[:, :1].astype(np.float16), v.shape)
+    for operands in ((q, k, v), (q, k, wide), (q.swapaxes(0, 1), k.swapaxes(0, 1), v[0])):
+        unread = float8.without_memory(*operands, Options(k_scale=2.0), AXES)
+        plain = float8.dequantized(*operands, Options(k_scale=2.0), axes=AXES)
+        for ours, theirs in zip(unread[:3], plain[:3], strict=True):
+            assert (ours.dtype, ours.shape, ours.strides) == (
+                theirs.dtype, theirs.shape, theirs.strides,
+            )  # fmt: skip
+    assert cuflash.workspace_size(q, k, v, q_scale=2.0, backward=True) == 0
+
+
+def test_scales_for_kernels() -> None:
+    """Numbers join the scale of scores, arrays have one factor an entry."""
+    q = np.zeros((16, 5, 3), E4M3)
+    k_scale = powers_of_two((3, 1, 1), 0)
+    options = Options(q_scale=0.5, k_scale=k_scale, causal=True)
+    found = float8._of_entries(options, [0.5, k_scale, None], q, [(1, 0)] * 4)
+    assert bits(found.k_scale) == bits(k_scale[:, 0, 0])
+    assert (found.q_scale, found.v_scale, found.causal) == (None, None, True)
+    assert found.scale == 0.5 / 4
+    options = Options(q_scale=0.5, k_scale=4.0, scale=0.3)
+    found = float8._of_entries(options, [0.5, 4.0, None], q, None)
+    assert (found.q_scale, found.k_scale, found.scale) == (None, None, 0.6)
 
 
 # --------------------------------------------------------------------------------------- options
@@ -148,6 +290,7 @@ def test_scales_are_options() -> None:
     array = powers_of_two((3, 1, 1), 0)
     options = Options(q_scale=2, k_scale=array)
     assert options == Options(q_scale=2.0, k_scale=array)
+    assert options == Options(q_scale=np.array(2.0), k_scale=array)
     assert options != Options(q_scale=2.0, k_scale=array.copy())
     assert hash(options) == hash(Options(q_scale=2.0, k_scale=array.copy()))
     assert hash(options) != hash(Options(q_scale=2.0))
@@ -181,10 +324,22 @@ def test_a_scale_belongs_to_8_bits() -> None:
     wide = Q.astype(np.float32)
     with pytest.raises(TypeError, match="v_scale: got a scale of float32, expected v of float8"):
         cuflash.attention(Q, Q, wide, v_scale=2.0)
-    with pytest.raises(TypeError, match="v_scale"):
-        cuflash.logsumexp(Q, Q, v_scale=2.0)
+    for name in ("q_scale", "k_scale", "v_scale"):
+        with pytest.raises(TypeError, match=f"{name}: got a scale of float32"):
+            cuflash.attention(wide, wide, wide, **{name: 2.0})
+    for operand in (Q, wide):
+        with pytest.raises(TypeError, match="v_scale"):
+            cuflash.logsumexp(operand, operand, v_scale=2.0)
+    with pytest.raises(TypeError, match="k_pages: got list"):
+        cuflash.attention_paged(Q, [Q], Q, np.zeros((2, 1), int), [3, 3])
     with pytest.raises(TypeError, match="out: got dtype float64"):
         cuflash.attention(Q, Q, Q, out=np.empty(Q.shape))
+
+
+def test_sequences_without_a_row_have_a_factor() -> None:
+    none = np.zeros((3, 0, 8), E4M3)
+    own = {"k_scale": np.ones((3, 1, 1)), "v_scale": np.ones((3, 0, 1))}
+    assert not cuflash.attention(Q, none, none, **own).astype(np.float32).any()
 
 
 @given(st.integers(1, 5000), st.integers(0, 13))

@@ -89,10 +89,25 @@ def test_a_scale_that_is_not_applied_is_caught(name: str) -> None:
         check(made, claimed)
 
 
-@settings(max_examples=5)
+def test_a_rotation_spreads_outliers() -> None:
+    """In one draw of few outliers by little, in several by a factor that float64 shows."""
+    factors = []
+    for seed in range(8):
+        inputs = inputs_of("outliers", seed, 256, 1024, 64)
+        exact = reference.attention(*inputs)
+        errors = []
+        for rotation in (None, 1):
+            made = quantized(inputs, rotation)
+            out = reference.attention(*made[:3], **dict(zip(NAMES, made.factors, strict=True)))
+            errors.append(np.linalg.norm(out - exact))
+        factors.append(errors[0] / errors[1])
+    assert np.median(factors) > 1.5
+
+
+@settings(max_examples=3)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(1024, 64), (1024, 128), (2048, 64)]))
-def test_a_rotation_spreads_outliers(seed: int, shape: tuple[int, int]) -> None:
-    """By the factor that the same rounding of operands has in float64, in every path."""
+def test_a_rotation_has_the_same_factor_in_every_path(seed: int, shape: tuple[int, int]) -> None:
+    """That of the same rounding of operands in float64."""
     keys, d = shape
     inputs = inputs_of("outliers", seed, 256, keys, d)
     exact = reference.attention(*inputs)
@@ -108,6 +123,5 @@ def test_a_rotation_spreads_outliers(seed: int, shape: tuple[int, int]) -> None:
         return np.array([np.sqrt(((out - exact) ** 2).mean()) for out in map(np.float64, found)])
 
     simulated, host, kernel = errors(None) / errors(1)
-    assert simulated > 1.2
     assert abs(host / simulated - 1) < 0.02
     assert abs(kernel / simulated - 1) < 0.05

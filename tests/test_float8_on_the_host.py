@@ -37,10 +37,11 @@ def on_the_host(
     encodes = name == "quantize"
     body, library = (folder / f"{name}-{kind}-{real}{end}" for end in (".inc", ".so"))
     body.write_text(element_body(name, e4m3=kind == E4M3, wide=wide))
-    words = ("x", real, "unsigned char") if encodes else ("bits", "unsigned char", real)
-    macros = zip(
-        ("NAME", "INPUT", "OUTPUT", "REAL", "BODY"), (*words, real, f'"{body}"'), strict=True
+    words = (
+        ("x", real, "unsigned char", "float") if encodes else ("bits", "unsigned char", real, real)
     )
+    names = ("NAME", "INPUT", "OUTPUT", "FACTOR", "REAL", "BODY")
+    macros = zip(names, (*words, real, f'"{body}"'), strict=True)
     command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", "-o", library]
     command += [f"-D{macro}={value}" for macro, value in macros]
     subprocess.run([*command, SUPPORT / "host_elements.cpp"], check=True)
@@ -55,11 +56,12 @@ def on_the_host(
     return call
 
 
-def test_every_byte_is_decoded(tmp_path: Path, kind: np.dtype[Any]) -> None:
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=str)
+def test_every_byte_is_decoded(tmp_path: Path, kind: np.dtype[Any], dtype: Any) -> None:
     codes = np.repeat(np.arange(256, dtype=np.uint8), 3)
-    factors = np.tile(np.array([1.0, 2.0**-7, 3.3], np.float32), 256)
-    found = on_the_host(tmp_path, "dequantize", kind, np.float32)(codes, factors)
-    expected = codes.view(kind).astype(np.float32) * factors
+    factors = np.tile(np.array([1.0, 2.0**-7, 3.3], dtype), 256)
+    found = on_the_host(tmp_path, "dequantize", kind, dtype)(codes, factors)
+    expected = codes.view(kind).astype(dtype) * factors
     np.testing.assert_array_equal(found, expected)
     assert (np.signbit(found) == np.signbit(expected))[np.isfinite(expected)].all()
 

@@ -6,7 +6,9 @@ is installed its own tensors are taken too.
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import pickle
 from typing import Any
 
 import ml_dtypes
@@ -228,6 +230,22 @@ class TestGradientsAreUnpacked:
         assert dq is self.q
         assert dv is self.v
         assert [*cuflash.Gradients()] == []
+
+    def test_a_name_counts_once(self):
+        out, pullback = cuflash.attention_vjp(self.q, self.k, self.v)
+        gradients = pullback(out, wrt=("v", "q", "v"))
+        dv, dq = gradients
+        assert dv is gradients.dv
+        assert dq is gradients.dq
+
+    @pytest.mark.parametrize(
+        "copied", [copy.copy, copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))]
+    )
+    def test_copies_have_the_same_order(self, copied):
+        gradients = cuflash.Gradients(dq=self.q, dv=self.v, order=("dv", "dq"))
+        dv, dq = copied(gradients)
+        np.testing.assert_array_equal(dv, self.v)
+        np.testing.assert_array_equal(dq, self.q)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from cuflash import reference
 from cuflash._host.scores import Scores, Tile
 from cuflash._problem.problem import describe
 from cuflash.testing._budget import Budget
-from support.problems import FIELDS, Call
+from support.problems import FIELDS, Call, run
 
 
 def dense(q, k, v):
@@ -248,6 +248,18 @@ def test_a_softcap_that_float32_cannot_hold(softcap, same):
     assert np.isfinite(gradients.dq).all()
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("scale", [3.0, -1.5])
+def test_a_scale_above_1_multiplies_scores_and_not_queries(scale, softcap):
+    q, k, v = normal(2, 40, 8)
+    call = Call(
+        q, k, v, dout=v, options={"scale": scale, "softcap": softcap}, wrt=(*"qkv", "scale")
+    )
+    result, budget = run(np, call), Budget(call)
+    budget.check_forward(result.out, result.lse)
+    budget.check_backward(result.gradients, given=(result.out, result.lse))
+
+
 LARGE = (1e39, np.finfo(np.float64).max)
 
 
@@ -409,6 +421,15 @@ def check_large_values(call, out, flushed=0.0):
 def test_sums_of_values_stay_within_the_range(dtype, options):
     call = large_values(dtype, 700, 4, 4, **options)
     check_large_values(call, cuflash.attention(call.q, call.k, call.v, **call.options))
+
+
+@pytest.mark.parametrize("dtype", [bfloat16, np.float32, np.float64])
+def test_sums_of_rows_that_keep_more_than_their_share_stay_within_the_range(dtype):
+    """20 values of which the sum fits; a row that keeps 3 of them counts 48."""
+    q, k = np.zeros((64, 1), dtype), np.zeros((20, 1), dtype)
+    v = np.full((20, 1), float(finfo(dtype).max) / 41).astype(dtype)
+    call = Call(q, k, v, np.zeros_like(q), options={"dropout": 0.9375, "seed": 0}, wrt=())
+    check_large_values(call, cuflash.attention(q, k, v, **call.options))
 
 
 def every_function(dtype):

@@ -196,6 +196,34 @@ def test_an_error_of_a_thread_is_the_error_of_the_call(monkeypatch, worth_thread
     assert threading.active_count() == 1 or all(t.name != "cuflash" for t in threading.enumerate())
 
 
+@needs_blas
+@pytest.mark.parametrize("kind", ["score_mod", "mask_mod"])
+def test_formulas_are_called_by_the_thread_of_the_call(kind, worth_threads):
+    """They are the caller's own functions, which need not bear several threads."""
+    q = np.ones((16, 300, 32), np.float32)
+    others = []
+
+    def noted(result):
+        if threading.current_thread() is not caller:
+            others.append(result)
+        time.sleep(1e-4)  # other threads come
+        return result
+
+    mods = {
+        "score_mod": lambda: cuflash.ScoreMod(
+            "score", grad="1.0f", host=lambda score, *_: noted(score),
+            host_grad=lambda score, *_: noted(np.ones_like(score)),
+        ),
+        "mask_mod": lambda: cuflash.MaskMod("true", host=lambda *_: noted(np.array(True))),
+    }  # fmt: skip
+    caller = threading.current_thread()
+    with threadpool_limits(3):
+        out, pullback = cuflash.attention_vjp(q, q, q, **{kind: mods[kind]()})
+        assert not others
+        pullback(out)
+    assert not others
+
+
 def raise_in(caller):
     if threading.current_thread() is caller:
         time.sleep(0.01)  # another thread comes first

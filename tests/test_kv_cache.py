@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,25 +163,34 @@ def test_a_full_cache_writes_nothing() -> None:
     cache.take([0, -1, 2])  # a page is free again
     cache.append(*tokens(np.random.default_rng(2), 4), counts=[4, 0, 1])
     assert cache.lengths.tolist() == [8, 0, 5]
+    cache.append(*tokens(np.random.default_rng(2), 1), counts=[0, 0, 1])  # the first is full
+    assert cache.lengths.tolist() == [8, 0, 6]
+    with pytest.raises(ValueError, match="5 keys for sequence 0 of length 4, expected at most 3"):
+        full_cache(max_length=7).append(*tokens(np.random.default_rng(2), 5), counts=[5, 0, 0])
+    cache = full_cache(page_size=3, pages=6)
+    cache.take([0, 0, 2])  # two pages are free, and one that is shared would have to be copied
+    with pytest.raises(ValueError, match="1 keys for sequence 1 of length 4, expected at most 0"):
+        cache.append(*tokens(np.random.default_rng(2), 4), counts=[4, 1, 0])
 
 
 @pytest.mark.parametrize(("most", "size"), [(8, 4), (9, 4), (11, 4), (3, 5), (7, 1)])
 def test_pages_are_as_many_as_let_every_sequence_grow(most: int, size: int) -> None:
-    """To its largest length; and none is left."""
+    """To its largest length, and none is left; sequences in their order take the lowest numbers."""
     cache = cuflash.KVCache(SEQUENCES, HEADS, D, max_length=most, page_size=size, dtype=np.float32)
     k, _ = tokens(np.random.default_rng(1), most)
     cache.append(k, k)
-    assert sorted(cache.page_table.ravel()) == list(range(len(cache.k_pages)))
+    assert cache.page_table.ravel().tolist() == list(range(len(cache.k_pages)))
 
 
 def test_a_shared_page_is_copied_before_it_is_written() -> None:
     cache = full_cache(page_size=3, pages=8)
     cache.take([0, 0, 0])
     assert len(set(cache.page_table[:, 1].tolist())) == 1
-    first = cache.page_table[0, 0]
+    first, shared = cache.page_table[0, :2]
     cache.append(*tokens(np.random.default_rng(2), 1), counts=[1, 1, 0])
     assert len(set(cache.page_table[:, 1].tolist())) == 3
     assert (cache.page_table[:, 0] == first).all()
+    assert cache.page_table[2, 1] == shared
     rows = in_order(cache)
     np.testing.assert_array_equal(rows[0][0][:, :4], rows[1][0][:, :4])
     assert (rows[0][0][:, 4] != rows[1][0][:, 4]).all()
@@ -222,6 +235,18 @@ def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
         (lambda c, k, v: c.append(k, v, rotary=1), TypeError, "rotary: got 1"),
         (lambda c, k, v: c.append(k, v, rotary=True, frequencies=np.ones(3)), ValueError,
          r"frequencies: got shape \(3,\), expected shape \(r,\) with 2 r at most the 4"),
+        (lambda c, k, v: c.append(k, v, count=3), TypeError,
+         "count: got an unknown keyword, .*did you mean counts="),
+        (lambda c, k, v: c.take([0, 1, 2], block_size=3), TypeError,
+         "block_size: .* keywords of this function are parents, lengths"),
+        (lambda c, k, v: c.append(c.k_pages[:3, :, :1], v), ValueError,
+         r"k: got memory of the cache, expected memory of its own; write k\.copy\(\)"),
+        (lambda c, k, v: cuflash.KVCache(10**5, 1, 1, max_length=10**6, page_size=1), ValueError,
+         "pages: got 100000000000, expected an int from 1 to 2147483647; give fewer, or larger"),
+        (lambda c, k, v: cuflash.KVCache(1, 2**31 - 1, 2**31 - 1, max_length=64), ValueError,
+         "pages: got 4 of 2147483647 x 16 x 2147483647 elements, expected pages whose bytes an ad"),
+        (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, dtype=None), TypeError,
+         "dtype: got None, expected one of float16, bfloat16, float32, float64, float8_e4m3fn, f"),
         (lambda c, k, v: c.take([0, 1, 3]), ValueError, "parents: got numbers from 0 to 3"),
         (lambda c, k, v: c.take(np.array([2**64 - 1, 0, 0], np.uint64)), ValueError, "parents:"),
         (lambda c, k, v: c.take((0, -2, 1)), ValueError, "parents: got numbers from -2 to 1"),
@@ -234,7 +259,7 @@ def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
         (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, dtype=int), TypeError,
          "dtype: got int64"),
         (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, dtype="complex64"), TypeError,
-         "dtype: got complex64, expected a floating dtype of 8, 16, 32 or 64 bits"),
+         "dtype: got complex64, expected one of float16, bfloat16,"),
         (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, dtype="no"), TypeError,
          "dtype: got"),
         (lambda c, k, v: cuflash.attention(k, c, c), TypeError, "k: got cuflash.KVCache, expected"),
@@ -247,6 +272,105 @@ def test_wrong_calls_are_refused_by_name(call: Any, error: Any, message: str) ->
         call(cache, *tokens(np.random.default_rng(2), 1))
     for old, new in zip(before, cache.arrays, strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+def test_an_array_of_a_cache_is_not_replaced() -> None:
+    """In place it may be changed: the array stays."""
+    cache = full_cache()
+    for name in ("k_pages", "v_pages", "page_table", "lengths", "dropped"):
+        message = rf"{name}: got list, expected the array.* write into it: cache\.{name}\[\.\.\.\]"
+        with pytest.raises(AttributeError, match=message):
+            setattr(cache, name, [0, 0, 0])
+    cache.lengths -= 1
+    assert cache.lengths.tolist() == [3, 3, 3]
+
+
+def of_lengths(number: int) -> Callable[[cuflash.KVCache], None]:
+    return lambda cache: cache.lengths.fill(number)
+
+
+def read_only(name: str) -> Callable[[cuflash.KVCache], None]:
+    return lambda cache: getattr(cache, name).setflags(write=False)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (of_lengths(-1), "lengths: got numbers from -1 to -1 in the cache, expected .* 0 to 8"),
+        (of_lengths(-(2**31)), "lengths: got numbers from -2147483648 to"),
+        (of_lengths(9), "lengths: got numbers from 9 to 9 in the cache"),
+        *((read_only(name), f"{name}: got a read-only array, expected")
+          for name in ("k_pages", "v_pages", "page_table", "lengths")),
+    ],
+)  # fmt: skip
+def test_arrays_that_a_caller_spoiled_are_named(spoil: Any, message: str) -> None:
+    new = tokens(np.random.default_rng(2), 1)
+    for call in (lambda c: c.append(*new, counts=[1, 0, 0]), lambda c: c.take([1, 0, 2])):
+        cache = full_cache(pages=8)
+        spoil(cache)
+        before = [a.copy() for a in cache.arrays]
+        with pytest.raises(ValueError, match=message):
+            call(cache)
+        for old, now in zip(before, cache.arrays, strict=True):
+            np.testing.assert_array_equal(old, now)
+
+
+def interrupted_at(line: int, call: Callable[[], None]) -> bool:
+    """Make a call, interrupted before so many lines of the cache's code have run."""
+    left = line
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if Path(frame.f_code.co_filename).name not in ("kv_cache.py", "cache.py"):
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("name", ["append", "take"])
+def test_an_interrupted_call_is_made_as_a_whole_or_not_at_all(name: str) -> None:
+    """Wherever it is interrupted, and a cache goes on from there."""
+    new = tokens(np.random.default_rng(2), 3)
+
+    def shared() -> cuflash.KVCache:
+        cache = full_cache(page_size=3, pages=12)
+        cache.take([0, 0, 2])  # a page has to be copied, others begin
+        return cache
+
+    def call(cache: cuflash.KVCache) -> None:
+        if name == "append":
+            cache.append(*new, rotary=True)
+        else:
+            cache.take([2, -1, 0], [4, 4, 2])
+
+    whole, old = shared(), in_order(shared())
+    call(whole)
+    places = 0
+    while interrupted_at(places, functools.partial(call, cache := shared())):
+        places += 1
+        is_made = cache.lengths.tolist() == whole.lengths.tolist()
+        expected = in_order(whole) if is_made else old
+        for found, rows in zip(in_order(cache), expected, strict=True):
+            np.testing.assert_array_equal(found[0], rows[0])
+            np.testing.assert_array_equal(found[1], rows[1])
+        if not is_made:
+            call(cache)
+            np.testing.assert_array_equal(cache.page_table, whole.page_table)
+    assert places > (40 if name == "append" else 15)
 
 
 @pytest.mark.parametrize("number", [-1, 8])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from dataclasses import replace
 
@@ -392,6 +394,28 @@ def test_no_formula_writes_into_the_callers_arrays():
     with pytest.raises(ValueError, match="read-only"):
         cuflash.attention(q, k, v, enable_gqa=True, score_mod=score_mod(host, slopes=SLOPES))
     assert SLOPES.flags.writeable  # to the caller
+
+
+def by_slope(score, b, h, q, k, slopes):
+    return score - slopes[h]
+
+
+def slope_of_one(score, b, h, q, k, slopes):
+    return np.ones_like(score)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))]
+)
+def test_copies_of_formulas_are_formulas(copied):
+    """Where their functions can be pickled, as those of a module."""
+    mod = score_mod(by_slope, slope_of_one, "score - slopes[h]", slopes=SLOPES)
+    again = copied(cuflash.Options(score_mod=mod, enable_gqa=True))
+    assert (again.score_mod.expression, again.score_mod.grad) == (mod.expression, mod.grad)
+    given = inputs(np.float32)
+    expected = results(cuflash, given, {"score_mod": mod})
+    for name, array in results(cuflash, given, {"score_mod": again.score_mod}).items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
 
 
 def failing_at(call: int, formula):

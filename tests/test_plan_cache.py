@@ -177,6 +177,31 @@ def test_a_plan_is_found_by_values_not_identities():
             assert not plan_cache._plans, "another table of tiles chooses anew"
 
 
+#: What a plain call has not: a value of each that every call refuses which is checked.
+REFUSED = {"axes": 3, "precision": "half", "deterministic": None, "workspace": 3, "config": 3}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "out", "dlse", "wrt", "grads_out"])
+def test_a_call_with_more_is_checked_although_the_plain_one_is_known(name):
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from support.recorded_launches import recorded_launches
+
+    with recorded_launches() as (library, launched):
+        q = library.asarray(np.zeros((2, 8, 16), np.float16))
+        result = cuflash.attention(q, q, q, return_lse=True)
+        for _ in range(2):
+            cuflash.attention(q, q, q)
+            cuflash.attention_backward(q, q, q, q, *result)
+        count = len(launched)
+        if name not in ("dlse", "wrt", "grads_out"):
+            with pytest.raises((TypeError, ValueError), match=f"{name}: got"):
+                cuflash.attention(q, q, q, **{name: REFUSED.get(name, 3)})
+        if name != "out":
+            with pytest.raises((TypeError, ValueError), match=f"{name}: got"):
+                cuflash.attention_backward(q, q, q, q, *result, **{name: REFUSED.get(name, 3)})
+        assert len(launched) == count
+
+
 @pytest.mark.parametrize("own", ["bias", "sink", "segment_ids"])
 def test_a_known_call_launches_on_the_arrays_that_it_is_given(own, monkeypatch):
     """Of its options too: the same kernels and pointers as a call that is checked."""

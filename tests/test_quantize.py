@@ -77,9 +77,25 @@ def test_scales_have_the_shape_that_options_take(per: Any, shape: tuple[int, ...
     assert (abs(dequantized(array, scale) - x) <= np.maximum(2.0**-4 * abs(x), 64)).all()
     out = cuflash.attention(array, array, array, q_scale=scale, k_scale=scale, v_scale=scale)
     assert out.shape == x.shape
-    swapped, same = cuflash.quantize(x.swapaxes(1, 2), per=per, axes=(-3, -1))
-    assert bits(swapped.swapaxes(1, 2)) == bits(array)
-    assert bits(same) == bits(scale)
+    turned = cuflash.quantize(x, per=per, rotation=3)
+    for axes in ((-3, -1), (-1, 0), (0, 1), (1, 2)):
+        there = np.moveaxis(x, (-2, -1), axes)
+        for made, rotation in (((array, scale), None), (turned, 3)):
+            moved, same = cuflash.quantize(there, per=per, axes=axes, rotation=rotation)
+            assert bits(np.moveaxis(moved, axes, (-2, -1))) == bits(made[0])
+            assert bits(same) == bits(made[1])
+
+
+@pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
+def test_a_scale_is_no_larger_than_it_must_be(kind: Any) -> None:
+    """What it divides may be the largest number there is."""
+    largest = float(ml_dtypes.finfo(kind).max)
+    for exponent in (-90, -1, 0, 1, 90):
+        size = np.ldexp(largest, exponent)
+        for x, scale in ((size, 1), (np.nextafter(size, np.inf), 2), (size / 2, 0.5)):
+            made = cuflash.quantize(np.array([[-x, 0.0]]), dtype=kind)
+            assert made.scale.item() == np.ldexp(scale, exponent)
+            assert float(made.array[0, 0]) == -largest / (1 + (scale == 2))
 
 
 @pytest.mark.parametrize("d", [1, 64, 80, 96])
@@ -92,8 +108,13 @@ def test_a_rotation_keeps_products(d: int) -> None:
     plain = dequantized(*cuflash.quantize(x)) @ dequantized(*cuflash.quantize(y)).T
     error, without = (np.sqrt(((p - x @ y.T) ** 2).mean()) for p in (turned, plain))
     assert error < 1.2 * without
-    other = dequantized(*cuflash.quantize(y, rotation=6))
-    assert d == 1 or np.sqrt(((dequantized(*a) @ other.T - x @ y.T) ** 2).mean()) > 5 * error
+    for seed in (6, 5 + 2**32):
+        other = dequantized(*cuflash.quantize(y, rotation=seed))
+        assert d == 1 or np.sqrt(((dequantized(*a) @ other.T - x @ y.T) ** 2).mean()) > 5 * error
+    for dtype in (np.float16, BF16):
+        narrow = x.astype(dtype)
+        ours, theirs = (cuflash.quantize(z, rotation=5) for z in (narrow, narrow.astype(float)))
+        assert bits(ours.array) == bits(theirs.array)
 
 
 def test_what_quantize_refuses() -> None:
@@ -103,12 +124,27 @@ def test_what_quantize_refuses() -> None:
         ({"per": 48}, ValueError, "per: got 48"),
         ({"dtype": np.float16}, TypeError, "dtype: got dtype float16"),
         ({"rotation": -1}, ValueError, "rotation"),
+        ({"axes": 1}, TypeError, r"axes: got 1, expected a pair \(sequence axis, feature axis\)"),
+        ({"axes": (0, 1.0)}, TypeError, r"axes: got \(0, 1\.0\), expected a pair"),
+        ({"axes": (0, 1, 2)}, ValueError, r"axes: got \(0, 1, 2\), expected a pair"),
+        ({"axes": (0, 2)}, ValueError, "axes: got axis 2 for x of 2 axes"),
     ):
         with pytest.raises(kind, match=text):
             cuflash.quantize(x, **keywords)
     with pytest.raises(TypeError, match="x: got dtype int64"):
         cuflash.quantize(x.astype(int))
-    assert cuflash.quantize(np.ones((0, 3, 8))).array.shape == (0, 3, 8)
+    with pytest.raises(ValueError, match=r"expected axes shorter than 2\^29"):
+        cuflash.quantize(np.broadcast_to(np.float32(1), (2**29, 1)))
+
+
+@pytest.mark.parametrize("rotation", [None, 1])
+@pytest.mark.parametrize("shape", [(0, 50, 8), (2, 0, 8), (2, 50, 0)])
+def test_what_is_empty_has_scales_of_1(shape: tuple[int, ...], rotation: int | None) -> None:
+    for per, of_each in (("matrix", (shape[0], 1, 1)), ("tensor", (1, 1)), (16, (shape[0], 4, 1))):
+        array, scale = cuflash.quantize(np.ones(shape), per=per, rotation=rotation)
+        assert (array.shape, array.dtype) == (shape, E4M3)
+        assert scale.shape == (of_each if shape[1] or per != 16 else (shape[0], 1, 1))
+        assert (scale == 1).all()
     assert cuflash.quantize(np.zeros((3, 8))).scale == 1
 
 

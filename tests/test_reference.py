@@ -447,3 +447,18 @@ def test_backward_by_differences(call: Call) -> None:
         got = getattr(gradients, FIELDS[name])
         assert got.shape == expected.shape
         np.testing.assert_allclose(got, expected, rtol=1e-7, atol=1e-8, err_msg=name)
+
+
+def test_gradients_come_in_the_order_that_wrt_names() -> None:
+    """As from the library; what is no input is refused alike."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = rng.standard_normal((4, 5, 3))
+    ends, bias = np.array([0, 2, 5]), rng.standard_normal((5, 5))
+    plain = (dout, q, k, v, None, None)
+    found = reference.attention_backward(*plain, wrt=("v", "bias", "q"), bias=bias)
+    assert [*map(id, found)] == [*map(id, (found.dv, found.dbias, found.dq))]
+    packed = reference.attention_varlen_backward(*plain, ends, ends, wrt=("v", "q"))
+    assert [*map(id, packed)] == [*map(id, (packed.dv, packed.dq))]
+    for wrt, error in ((("w",), ValueError), (("bias",), ValueError), ("q", TypeError)):
+        with pytest.raises(error, match="wrt: got"):
+            reference.attention_backward(*plain, wrt=wrt)

@@ -98,6 +98,14 @@ def test_the_inverse_is_the_gradient(seed: int, interleaved: bool, pairs: int | 
     np.testing.assert_allclose(cuflash.rotary(y, positions, inverse=True, **options), x, atol=1e-13)
 
 
+def test_it_does_not_write_into_what_it_reads() -> None:
+    out = np.zeros((2, 4))
+    for positions, name in ((out[:, 0].view(np.int64), "positions"), (0, "x")):
+        x = out if name == "x" else np.ones((2, 4))
+        with pytest.raises(ValueError, match=f"out: got memory shared with {name}"):
+            cuflash.rotary(x, positions, out=out)
+
+
 def test_it_writes_where_it_is_told() -> None:
     x = rows(0, np.float16, 6)
     out = np.empty((2, 3, 5, 12), np.float16)[..., ::2]

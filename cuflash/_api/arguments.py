@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 
 from cuflash._arrays import Array, Triple, allocate, converted, is_cupy, native, same_module
-from cuflash._errors import shown, wrong_type, wrong_value
+from cuflash._errors import shown, wrong_type
 from cuflash._problem.checks import flag, require_float, require_shape
 from cuflash._problem.destinations import check_destination
 from cuflash._problem.option_table import FIELDS
@@ -151,19 +151,6 @@ def saved_arrays(
         else:
             require_shape(name, array, problem.out_shape, f"the result of {function}")
     return Saved(**arrays)
-
-
-def gradient_names(wrt: Any, options: Options) -> tuple[str, ...]:
-    """The inputs that ``wrt`` names, in the order of FIELDS."""
-    expected = f"a tuple of {', '.join(map(repr, FIELDS))}"
-    if not isinstance(wrt, tuple | list):
-        raise wrong_type("wrt", shown(wrt), expected)
-    for name in wrt:
-        if not isinstance(name, str) or name not in FIELDS:
-            raise wrong_value("wrt", shown(wrt), expected)
-        if name not in (*QKV, "scale") and name not in options.arrays:
-            raise wrong_value("wrt", shown(wrt), f"inputs of the call; {name} is not one")
-    return tuple(name for name in FIELDS if name in wrt)
 
 
 def gradient_buffers(

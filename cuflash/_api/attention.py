@@ -12,7 +12,13 @@ from cuflash._api.dispatch import launch, run_backward, run_forward
 from cuflash._arrays import Array, NativeT, on_device_of
 from cuflash._launch.plan_cache import may_be_known, recall, remember
 from cuflash._problem.checks import flag
-from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.options import (
+    Options,
+    ScoreOptions,
+    arrays_read,
+    gradient_names,
+    resolve,
+)
 from cuflash._problem.problem import describe
 from cuflash._results import AttentionResult, Gradients, Pullback
 from cuflash._select import override
@@ -158,7 +164,7 @@ def _attention(
     config = override.of_forward(config)
     pair = arguments.result_pair(out, return_lse)
     problem = describe(*qkv, chosen, axes=axes, precision=precision, out=pair[0])
-    inputs = given | chosen.arrays
+    inputs = given | arrays_read(chosen)
     with_lse = return_lse or xp is np
     out, lse = arguments.results(xp, pair, problem, inputs, with_lse=with_lse)
     plan = run_forward(problem, qkv, chosen, out, lse, workspace=workspace, config=config)
@@ -281,13 +287,13 @@ def attention_backward(
     with on_device_of(dout):
         if float8.among(chosen, q, k, v, dout):
             dout, q, k, v, chosen = float8.of_gradient(dout, q, k, v, out, chosen, axes)
-        wanted = arguments.gradient_names(wrt, chosen)
+        wanted = gradient_names(wrt, chosen)
         xp, given, qkv = arguments.operands(q, k, v)
         arguments.check_common(qkv[0], deterministic, workspace, config)
         config = override.of_backward(config)
         problem = describe(*qkv, chosen, axes=axes, precision=precision)
         saved = arguments.saved_arrays("attention", problem, given["q"], dout, out, lse, dlse)
-        read = given | chosen.arrays | saved._asdict()
+        read = given | arrays_read(chosen) | saved._asdict()
         gradients = arguments.gradient_buffers(xp, wanted, grads_out, read)
         plan = run_backward(
             problem, qkv, chosen, saved, gradients,

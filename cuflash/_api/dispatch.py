@@ -39,7 +39,7 @@ def run_forward(
             lse.fill(-np.inf)
         return None
     if is_cupy(out):
-        problem = _placed(problem, options, origin)
+        problem = placed(problem, options, origin)
         return launch().forward(problem, qkv, options, out, lse, **for_kernels)
     forward(problem, qkv, options, out, lse, origin=origin)
     return None
@@ -64,13 +64,13 @@ def run_backward(
             gradient.fill(0)
         return None
     if is_cupy(saved.dout):
-        problem = _placed(problem, options, origin)
+        problem = placed(problem, options, origin)
         return launch().backward(problem, qkv, options, saved, gradients, **for_kernels)
     backward(problem, qkv, options, saved, gradients, origin=origin)
     return None
 
 
-def _placed(problem: Problem, options: Options, origin: Origin) -> Problem:
+def placed(problem: Problem, options: Options, origin: Origin) -> Problem:
     """The problem as a part of a call, where dropout or a formula asks for places."""
     if not (options.dropout or options.score_mod or options.mask_mod):
         return problem

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash._api.arguments import Keywords
+from cuflash._api.arguments import QKV, Keywords
 from cuflash._arrays import (
     Array,
     Triple,
@@ -20,6 +20,7 @@ from cuflash._arrays import (
     same_module,
 )
 from cuflash._errors import NoKernel, wrong_type
+from cuflash._host.scores import arithmetic
 from cuflash._problem.float8 import (
     E4M3,
     FLOAT8,
@@ -30,8 +31,7 @@ from cuflash._problem.float8 import (
 from cuflash._problem.operand import checked_axes, core_axes
 from cuflash._problem.options import Options
 
-_OPERANDS = ("q", "k", "v")
-_SCALES = tuple(f"{name}_scale" for name in _OPERANDS)
+_SCALES = tuple(f"{name}_scale" for name in QKV)
 
 
 class Plain(NamedTuple):
@@ -70,7 +70,7 @@ def forward(
     natively = getattr(keywords.config, "float8", True)  # None: whichever serves
     if natively and is_cupy(q) and whole and all(a.dtype == E4M3 for a in arrays):
         try:
-            own = _of_entries(options, scales, q)
+            own = _of_entries(options, scales, q, axes)
             return compute(q, k, v, own, keywords)
         except NoKernel:
             pass
@@ -79,28 +79,35 @@ def forward(
 
 
 def dequantized(
-    q: Array, k: Array, v: Array, options: Options, *, axes: Any, out_dtype: Any = None
+    q: Array,
+    k: Array,
+    v: Array,
+    options: Options,
+    *,
+    axes: Any,
+    out_dtype: Any = None,
+    names: tuple[str, str, str] = QKV,
 ) -> Plain:
-    """The same call on arrays of more bits: in the dtype of the result, each rounded once to it."""
-    arrays, scales = _checked(_native(q, k, v), options, axes)
+    """The same call on arrays of more bits: in the dtype of the result, each rounded once to it.
+
+    ``names`` are what errors call the operands.
+    """
+    arrays, scales = _checked(_native(q, k, v, names), options, axes, names)
     dtype = result_dtype([a.dtype for a in arrays], out_dtype)
     found: Any = [
         times(name, a, scale, pair, dtype) if a.dtype in FLOAT8 else a
-        for name, a, scale, pair in zip(
-            _OPERANDS, arrays, scales, checked_axes(axes)[:3], strict=True
-        )
+        for name, a, scale, pair in zip(names, arrays, scales, checked_axes(axes)[:3], strict=True)
     ]
     q, k, v = found
     return Plain(q, k, v, _without_scales(options))
 
 
 def without_memory(q: Array, k: Array, v: Array, options: Options, axes: Any) -> Plain:
-    """What a call on dequantised arrays would read: shapes and a dtype."""
+    """The same, of which no element may be read: where they lie decides which kernels serve."""
     arrays, _ = _checked(_native(q, k, v), options, axes)
     dtype = result_dtype([a.dtype for a in arrays], None)
-    xp = array_module(arrays[0])
-    shapes: Any = [xp.broadcast_to(xp.empty((), dtype), a.shape) for a in arrays]
-    q, k, v = shapes
+    found: Any = [_unread(a, dtype) if a.dtype in FLOAT8 else a for a in arrays]
+    q, k, v = found
     return Plain(q, k, v, _without_scales(options))
 
 
@@ -139,43 +146,52 @@ def times(
         out = array_module(array).empty(array.shape, dtype)
         float8.dequantized(name, matrices, factor, out.transpose(*kept, *core))
         return out
-    out = np.empty(array.shape, dtype)
+    out, wide = np.empty(array.shape, dtype), arithmetic(dtype)
     with np.errstate(all="ignore"):
-        factor = np.asarray(factor, np.float32)
-        out.transpose(*kept, *core)[...] = rounded(matrices.astype(np.float32) * factor, dtype)
+        found = matrices.astype(wide) * np.asarray(factor, wide)
+        out.transpose(*kept, *core)[...] = rounded(found, dtype)
     return out
+
+
+def _unread(array: Array, dtype: np.dtype[Any]) -> Array:
+    """An array in C order like one that ``times`` makes, with memory for one element."""
+    strides = np.cumprod([dtype.itemsize, *array.shape[:0:-1]])[::-1].tolist()
+    xp = array_module(array)
+    return xp.lib.stride_tricks.as_strided(xp.empty((), dtype), array.shape, strides)
 
 
 def _without_scales(options: Options) -> Options:
     return replace(options, q_scale=None, k_scale=None, v_scale=None)
 
 
-def _native(*arrays: Any) -> Triple:
-    q, k, v = (native(name, a) for name, a in zip(_OPERANDS, arrays, strict=True))
-    same_module(q=q, k=k, v=v)
+def _native(q: Any, k: Any, v: Any, names: tuple[str, str, str] = QKV) -> Triple:
+    q, k, v = (native(name, a) for name, a in zip(names, (q, k, v), strict=True))
+    same_module(**dict(zip(names, (q, k, v), strict=True)))
     return q, k, v
 
 
-def _checked(arrays: Triple, options: Options, axes: Any) -> tuple[Triple, list[Any]]:
+def _checked(
+    arrays: Triple, options: Options, axes: Any, names: tuple[str, str, str] = QKV
+) -> tuple[Triple, list[Any]]:
     """The operands and their scales; raise for scales that do not fit them."""
     scales = [getattr(options, name) for name in _SCALES]
-    for name, array, scale, pair in zip(
-        _OPERANDS, arrays, scales, checked_axes(axes)[:3], strict=True
+    for name, scale_name, array, scale, pair in zip(
+        names, _SCALES, arrays, scales, checked_axes(axes)[:3], strict=True
     ):
         if scale is None:
             continue
         if array.dtype not in FLOAT8:
             expected = f"{name} of float8_e4m3fn or float8_e5m2 beside it"
-            raise wrong_type(f"{name}_scale", f"a scale of {array.dtype}", expected)
+            raise wrong_type(scale_name, f"a scale of {array.dtype}", expected)
         if getattr(scale, "shape", ()):
-            same_module(**{name: array, f"{name}_scale": scale})
+            same_module(**{name: array, scale_name: scale})
             core = core_axes(name, array.shape, pair)
             batch = tuple(n for i, n in enumerate(array.shape) if i not in core)
-            checked_scale(f"{name}_scale", scale, batch, array.shape[core[0]])
+            checked_scale(scale_name, scale, batch, array.shape[core[0]])
     return arrays, scales
 
 
-def _of_entries(options: Options, scales: list[Any], q: Array) -> Options:
+def _of_entries(options: Options, scales: list[Any], q: Array, axes: Any) -> Options:
     """Options for kernels: arrays of one factor an entry; numbers join the scale of scores."""
     changes: dict[str, Any] = {}
     factor = 1.0
@@ -189,6 +205,7 @@ def _of_entries(options: Options, scales: list[Any], q: Array) -> Options:
         elif scale is not None and scale.shape:
             changes[name] = scale[..., 0, 0]
     if factor != 1.0:
-        own = 1 / np.sqrt(q.shape[-1]) if options.scale is None else options.scale
+        head_dim = q.shape[core_axes("q", q.shape, checked_axes(axes)[0])[1]]
+        own = 1 / np.sqrt(head_dim) if options.scale is None else options.scale
         changes["scale"] = float(own * factor)
     return replace(options, **changes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,12 +21,20 @@ from cuflash._arrays import (
     same_module,
     to_int64,
 )
-from cuflash._errors import shown, wrong_type, wrong_value
-from cuflash._problem.checks import FLOATS, flag, integer_array, integer_value, is_integer
+from cuflash._errors import problem_with, shown, wrong_type, wrong_value
+from cuflash._problem.checks import (
+    FLOATS,
+    dtype_of,
+    flag,
+    integer_array,
+    integer_value,
+    is_integer,
+)
 from cuflash._problem.float8 import FLOAT8
 from cuflash._problem.habits import answering_words
 
 _MOST_PAGES = 1 << 18  # of which a kernel has two bits each in shared memory
+_MOST_NUMBERS = 2**31 - 1  # of pages, which are int32
 
 
 class KVCache:
@@ -72,8 +82,9 @@ class KVCache:
     On a GPU the host reads none of these arrays, and nothing is allocated: ``append`` and ``take``
     can be captured by a CUDA graph, in which each replay advances lengths, takes pages and frees
     them. A sequence that finds no free page, or is at ``max_length``, keeps what fits, and
-    ``dropped`` counts the rest. On NumPy arrays that is a ValueError, and nothing is written. Calls
-    of one cache follow each other, on one stream or ordered by events.
+    ``dropped`` counts the rest. On NumPy arrays that is a ValueError, and a call that raises, or is
+    interrupted, leaves the cache as it was. Calls of one cache follow each other: in threads under
+    a lock of yours, on a GPU on one stream or ordered by events.
 
     Free pages are taken in the order of sequences, lowest number first: the same calls make the
     same arrays.
@@ -122,13 +133,18 @@ class KVCache:
         head_dim_v = head_dim if head_dim_v is None else _extent("head_dim_v", head_dim_v)
         page_size = _extent("page_size", page_size, 256)
         of_each = -(-max_length // page_size)
-        pages = sequences * of_each if pages is None else _extent("pages", pages)
-        try:
-            dtype = np.dtype(dtype)
-        except TypeError as error:
-            raise wrong_type("dtype", shown(dtype), "a floating dtype") from error
+        if pages is None:
+            pages = _extent("pages", sequences * of_each, fix="give fewer, or larger ones")
+        else:
+            pages = _extent("pages", pages)
+        expected = f"one of {', '.join(map(str, (*FLOATS, *FLOAT8)))}"
+        dtype = dtype_of("dtype", dtype, expected)
         if dtype not in (*FLOATS, *FLOAT8):
-            raise wrong_type("dtype", str(dtype), "a floating dtype of 8, 16, 32 or 64 bits")
+            raise wrong_type("dtype", str(dtype), expected)
+        elements = pages * heads * page_size * max(head_dim, head_dim_v)
+        if max(elements * dtype.itemsize, sequences * of_each * 4) >= 2**63:
+            got = f"{pages} of {heads} x {page_size} x {max(head_dim, head_dim_v)} elements"
+            raise wrong_value("pages", got, "pages whose bytes an address can count")
         self._max_length = max_length
         with on_device_of(like):
             xp: Any = np if like is None else array_module(native("like", like))
@@ -145,6 +161,14 @@ class KVCache:
             self._taken = xp.zeros(pages, np.int32)
             self._old_table = xp.zeros_like(self.page_table)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(self, name, value) is not value:
+            expected = "the array that is there: arrays of a cache keep their addresses"
+            fix = f"write into it: cache.{name}[...] = values"
+            raise problem_with(name, AttributeError, got=type(value).__name__, expected=expected,
+                               fix=fix)  # fmt: skip
+        super().__setattr__(name, value)
+
     def __repr__(self) -> str:
         pages, heads, size, d = self.k_pages.shape
         return (
@@ -157,6 +181,7 @@ class KVCache:
         """The arguments of :func:`attention_paged` behind the queries."""
         return self.k_pages, self.v_pages, self.page_table, self.lengths
 
+    @answering_words
     def append(
         self,
         k: Array,
@@ -205,8 +230,7 @@ class KVCache:
             raise wrong_value("rotary", "False", "True with frequencies= or interleaved=")
         if 0 in k.shape[:3]:
             return
-        steps = cache_steps(self.lengths)
-        with on_device_of(self.lengths):
+        with self._steps() as steps:
             steps.grow(
                 self.page_table, self.lengths, self.dropped, counts, self._starts, self._sources,
                 self._taken, page_size=self.k_pages.shape[2], max_length=self._max_length,
@@ -217,6 +241,7 @@ class KVCache:
                 self.lengths, self._sources, rotation=turns.rotation, num_pairs=turns.num_pairs,
             )  # fmt: skip
 
+    @answering_words
     def take(self, parents: Any, lengths: Any = None) -> None:
         """Let each sequence become what another was, in the same pages; or empty.
 
@@ -240,10 +265,41 @@ class KVCache:
         parents = self._per_sequence("parents", parents)
         if lengths is not None:
             lengths = self._per_sequence("lengths", lengths)
-        with on_device_of(self.lengths):
-            cache_steps(self.lengths).take(
+        with self._steps() as steps:
+            steps.take(
                 self.page_table, self.lengths, self._old_table, self._starts, parents, lengths
             )
+
+    @contextlib.contextmanager
+    def _steps(self) -> Iterator[Any]:
+        """The functions that change the arrays; on NumPy arrays all of a block is done, or nothing.
+
+        What a block writes into pages before it ends by an error is beyond the lengths of before.
+        """
+        with on_device_of(self.lengths):
+            steps = cache_steps(self.lengths)
+            if is_cupy(self.lengths):
+                yield steps
+                return
+            self._check_arrays()
+            before = self.page_table.copy(), self.lengths.copy()
+            try:
+                yield steps
+            except BaseException:  # KeyboardInterrupt among them
+                self.page_table[...], self.lengths[...] = before
+                raise
+
+    def _check_arrays(self) -> None:
+        """Raise for NumPy arrays that a caller has made unfit."""
+        names = ("k_pages", "v_pages", "page_table", "lengths")
+        for name, array in zip(names, self.arrays, strict=True):
+            if not array.flags.writeable:
+                raise wrong_value(name, "a read-only array", "an array that can be written")
+        low, high = self.lengths.min(), self.lengths.max()
+        most = self.page_table.shape[1] * self.k_pages.shape[2]
+        if not 0 <= low <= high <= most:
+            got = f"numbers from {low} to {high} in the cache"
+            raise wrong_value("lengths", got, f"numbers from 0 to {most}")
 
     def _per_sequence(self, name: str, value: Any) -> Array:
         """An integer for each sequence, on the device of the cache, int64."""
@@ -271,6 +327,9 @@ class KVCache:
                                                   given["k"].shape[2], pages.shape[3]):  # fmt: skip
                 expected = f"({len(self.lengths)}, {pages.shape[1]}, t, {pages.shape[3]})"
                 raise wrong_value(name, f"shape {array.shape}", f"shape {expected}, t as in k")
+            if any(_in_one_block(array, own) for own in self.arrays[:2]):
+                got, fix = "memory of the cache", f"write {name}.copy()"
+                raise wrong_value(name, got, "memory of its own", fix)
         steps = given["k"].shape[2]
         if counts is None:
             return given["k"], given["v"], None
@@ -281,12 +340,21 @@ class KVCache:
         return given["k"], given["v"], counts
 
 
-def _extent(name: str, value: Any, most: int = 2**31 - 1) -> int:
+def _in_one_block(array: Array, pages: Array) -> bool:
+    """Whether an array may be a view of pages, which are a block of memory by themselves."""
+    if not array.size:
+        return False
+    if is_cupy(array):
+        return bool(array.data.mem.ptr == pages.data.mem.ptr)
+    return np.may_share_memory(array, pages)
+
+
+def _extent(name: str, value: Any, most: int = _MOST_NUMBERS, fix: str = "") -> int:
     """An int from 1 to ``most``."""
     expected = f"an int from 1 to {most}"
     if not is_integer(value):
         raise wrong_type(name, shown(value), expected)
     number = integer_value(name, value, expected)
     if not 1 <= number <= most:
-        raise wrong_value(name, shown(value), expected)
+        raise wrong_value(name, shown(value), expected, fix)
     return number

@@ -55,7 +55,9 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     >>> np.allclose(whole.out, cuflash.attention(q, k, v))
     True
     """
-    return _merged(*_parts(outs, lses, axis))
+    xp, outs, lses = _parts(outs, lses, axis)
+    out, lse = _merged(xp, outs, lses)
+    return AttentionResult(rounded(out, outs.dtype), rounded(lse, lses.dtype))
 
 
 @answering_words
@@ -108,7 +110,7 @@ def merge_backward(
         parts, dout = lses.astype(dtype), dout.astype(dtype)
         hidden = xp.isneginf(parts)
         weight = xp.exp(parts - whole.lse.astype(dtype))
-        from_mean = outs.astype(dtype) - whole.out.astype(dtype)
+        from_mean = outs.astype(dtype) - whole.out
         slope = (dout * from_mean).sum(-1)
         if dlse is not None:
             slope += dlse.astype(dtype)
@@ -121,7 +123,7 @@ def merge_backward(
 
 
 def _merged(xp: ModuleType, outs: Array, lses: Array) -> AttentionResult:
-    """Sum over parts along the first axis of both arrays."""
+    """Sum over parts along the first axis of both arrays, not rounded to their dtypes."""
     dtype = arithmetic(lses.dtype)
     with np.errstate(all="ignore"):
         parts = lses.astype(dtype)
@@ -133,7 +135,7 @@ def _merged(xp: ModuleType, outs: Array, lses: Array) -> AttentionResult:
         weight = (weight / xp.where(total == 0, 1, total))[..., None]
         scaled = weight * outs.astype(xp.promote_types(dtype, arithmetic(outs.dtype)))
         out = xp.where(xp.isneginf(parts)[..., None], 0, scaled).sum(0)
-        return AttentionResult(rounded(out, outs.dtype), rounded(lse, lses.dtype))
+        return AttentionResult(out, lse)
 
 
 def _parts(outs: Any, lses: Any, axis: Any) -> tuple[ModuleType, Array, Array]:

@@ -30,7 +30,14 @@ from cuflash._problem.checks import flag, integers, require_float
 from cuflash._problem.habits import WORDS_OF_PAGES, refuse_words
 from cuflash._problem.operand import CANONICAL, Axes, checked_axes, core_axes
 from cuflash._problem.option_table import ARRAYS
-from cuflash._problem.options import Options, ScoreOptions, resolve, signature, with_arrays
+from cuflash._problem.options import (
+    Options,
+    ScoreOptions,
+    arrays_read,
+    resolve,
+    signature,
+    with_arrays,
+)
 from cuflash._problem.philox import Origin
 from cuflash._problem.problem import Problem, describe, in_pages
 from cuflash._results import AttentionResult
@@ -159,8 +166,9 @@ def attention_paged(
     if float8.among(chosen, q, k_pages, v_pages):
         dtype = getattr(out[0] if isinstance(out, tuple) else out, "dtype", None)
         q, k_pages, v_pages, chosen = float8.dequantized(
-            q, k_pages, v_pages, chosen, axes=axes, out_dtype=dtype
-        )
+            q, k_pages, v_pages, chosen, axes=axes, out_dtype=dtype,
+            names=("q", "k_pages", "v_pages"),
+        )  # fmt: skip
     given = _native(q, k_pages, v_pages, page_table)
     xp = same_module(**given)
     arguments.check_common(given["q"], True, workspace, config)
@@ -171,7 +179,7 @@ def attention_paged(
     if xp is np:
         size, pages = paged.k_pages.shape[-2], len(paged.k_pages)
         pages_within(paged.page_table, paged.kv_lengths, size, pages)
-    inputs = given | every.arrays
+    inputs = given | arrays_read(every)
     out, lse = arguments.results(xp, pair, problem, inputs, with_lse=return_lse or xp is np)
     if xp is np:
         _on_the_host(problem, paged, chosen, out, lse)
@@ -250,8 +258,6 @@ def _lengths(xp: ModuleType, given: dict[str, Array], kv_lengths: Any) -> Array:
         kv_lengths = list(kv_lengths)
     value = integers("kv_lengths", kv_lengths, optional=False)
     if isinstance(value, int):
-        if not -(2**63) <= value < 2**63:
-            raise wrong_value("kv_lengths", value, "an int of 64 bits")
         return np.full(sequences, value)
     if value.shape != (sequences,):
         raise wrong_value("kv_lengths", f"shape {value.shape}", f"shape ({sequences},)")

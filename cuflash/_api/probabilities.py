@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from cuflash._api import float8
-from cuflash._api.arguments import answering, gradient_names, operands
+from cuflash._api.arguments import answering, operands
 from cuflash._api.attention import attention, attention_backward
 from cuflash._arrays import (
     Array,
@@ -24,7 +24,7 @@ from cuflash._errors import problem_with, shown, wrong_type, wrong_value
 from cuflash._host.scores import Scores, Tile, arithmetic
 from cuflash._problem import checks, philox
 from cuflash._problem.operand import axes_without_values, canonical_view
-from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.options import Options, ScoreOptions, gradient_names, resolve
 from cuflash._problem.problem import describe
 from cuflash._results import Gradients
 

@@ -20,7 +20,8 @@ from cuflash._arrays import (
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem import checks
 from cuflash._problem.float8 import FLOAT8, LARGEST, factor_of_rows
-from cuflash._problem.operand import checked_axes, core_axes
+from cuflash._problem.habits import answering_words
+from cuflash._problem.operand import core_axes
 
 # Scales are powers of two. (D173)
 _EXPONENTS = (-100, 126)  # of scales: their inverses are normal float32
@@ -43,6 +44,7 @@ class Quantized(NamedTuple):
     scale: Array  # core shape (b, 1): see Options
 
 
+@answering_words
 @on_own_device
 def quantize(
     x: Array,
@@ -106,7 +108,7 @@ def quantize(
     rows = _rows(per)
     xp = array_module(x)
     refuse_captured(xp, "quantize")
-    core = core_axes("x", x.shape, checked_axes([axes] * 4)[0])
+    core = core_axes("x", x.shape, _pair(axes))
     if max(x.shape) >= _MOST_ROWS:
         raise wrong_value("x", f"shape {x.shape}", "axes shorter than 2^29")
     kept = [i for i in range(x.ndim) if i not in core]
@@ -123,13 +125,21 @@ def quantize(
     return Quantized(found.transpose(*back), scale)
 
 
+def _pair(axes: Any) -> tuple[int, int]:
+    """The sequence and the feature axis."""
+    expected = "a pair (sequence axis, feature axis)"
+    if not isinstance(axes, list | tuple) or not all(map(checks.is_integer, axes)):
+        raise wrong_type("axes", shown(axes), expected)
+    if len(axes) != 2:
+        raise wrong_value("axes", shown(axes), expected)
+    sequence, feature = (checks.integer_value("axes", axis, expected) for axis in axes)
+    return sequence, feature
+
+
 def _dtype(dtype: Any) -> np.dtype[Any]:
     """One of the two dtypes of 8 bits."""
     expected = "float8_e4m3fn or float8_e5m2"
-    try:
-        found: np.dtype[Any] = np.dtype(dtype)
-    except Exception as error:  # what an object of the caller's raises
-        raise wrong_type("dtype", shown(dtype), expected) from error
+    found = checks.dtype_of("dtype", dtype, expected)
     if found not in FLOAT8:
         raise wrong_type("dtype", f"dtype {found}", expected)
     return found
@@ -190,12 +200,12 @@ def _signs(seed: int, d: int) -> Array:
 def _rotated(matrices: Array, signs: Array, xp: ModuleType) -> Array:
     """Features times random signs, then Hadamard matrices along them; in float32."""
     d = matrices.shape[-1]
-    width = d & -d  # the largest power of two that divides it
+    width = max(d & -d, 1)  # the largest power of two that divides it
     hadamard = np.ones((1, 1), np.float32)
     while len(hadamard) < width:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
     parts = (matrices.astype(np.float32) * xp.asarray(signs)).reshape(
-        *matrices.shape[:-1], d // max(width, 1), width
+        *matrices.shape[:-1], d // width, width
     )
     turned = parts @ xp.asarray(hadamard / np.float32(np.sqrt(width)))
     return turned.reshape(matrices.shape)

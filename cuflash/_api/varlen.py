@@ -28,7 +28,14 @@ from cuflash._host.forward import written_at_the_end
 from cuflash._host.scores import arithmetic
 from cuflash._problem.checks import flag, integer_array
 from cuflash._problem.option_table import ARRAYS
-from cuflash._problem.options import Options, ScoreOptions, resolve, with_arrays
+from cuflash._problem.options import (
+    Options,
+    ScoreOptions,
+    arrays_read,
+    gradient_names,
+    resolve,
+    with_arrays,
+)
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.philox import Origin
 from cuflash._problem.problem import Problem, describe
@@ -149,7 +156,7 @@ def _attention_varlen(
     pair = arguments.result_pair(out, flag("return_lse", return_lse))
     ends = ends_of(given, cu_seqlens_q, cu_seqlens_k)
     problem = describe_packed(*qkv, chosen, ends, axes=axes, precision=precision, out=pair[0])
-    inputs = given | ends | chosen.arrays
+    inputs = given | ends | arrays_read(chosen)
     out, lse = arguments.results(xp, pair, problem, inputs, with_lse=True)
     if xp is np:
         _forward_on_the_host(problem, chosen, ends, qkv, out, lse)
@@ -232,14 +239,14 @@ def attention_varlen_backward(
     chosen = resolve(options, score_options)
     if float8.among(chosen, q, k, v, dout):
         dout, q, k, v, chosen = float8.of_gradient(dout, q, k, v, out, chosen, axes)
-    wanted = arguments.gradient_names(wrt, chosen)
+    wanted = gradient_names(wrt, chosen)
     xp, given, qkv = arguments.operands(q, k, v)
     arguments.check_common(qkv[0], deterministic, workspace, config)
     config = override.of_backward(config)
     ends = ends_of(given, cu_seqlens_q, cu_seqlens_k)
     problem = describe_packed(*qkv, chosen, ends, axes=axes, precision=precision)
     saved = arguments.saved_arrays("attention_varlen", problem, given["q"], dout, out, lse, dlse)
-    read = given | ends | chosen.arrays | saved._asdict()
+    read = given | ends | arrays_read(chosen) | saved._asdict()
     gradients = arguments.gradient_buffers(xp, wanted, grads_out, read)
     if xp is np:
         _backward_on_the_host(problem, chosen, ends, qkv, saved, gradients)

@@ -51,9 +51,9 @@ def element_body(name: str, *, e4m3: bool, wide: bool) -> str:
 
 
 @functools.cache
-def _kernel(name: str, *, e4m3: bool, wide: bool = False) -> Any:
+def _kernel(name: str, *, e4m3: bool, wide: bool) -> Any:
     inputs, output = {
-        "dequantize": ("uint8 bits, float32 factor", "T y"),
+        "dequantize": (f"uint8 bits, float{64 if wide else 32} factor", "T y"),
         "quantize": ("T x, float32 factor", "uint8 y"),
     }[name]
     own = f"cuflash_{name}_{'e4m3' if e4m3 else 'e5m2'}"
@@ -63,8 +63,10 @@ def _kernel(name: str, *, e4m3: bool, wide: bool = False) -> Any:
 def dequantized(name: str, array: Array, factor: Any, out: Array) -> None:
     """Write elements times factors into ``out``, rounded once to its dtype."""
     refuse_capture(name, "an array that a kernel takes as it is, or one of 16 bits or more")
-    kernel = _kernel("dequantize", e4m3=array.dtype == E4M3)
-    kernel(array.view(np.uint8), cupy.asarray(factor, np.float32), out)
+    wide = out.dtype == np.float64
+    kernel = _kernel("dequantize", e4m3=array.dtype == E4M3, wide=wide)
+    factor = cupy.asarray(factor, np.float64 if wide else np.float32)
+    kernel(array.view(np.uint8), factor, out)
 
 
 def quantized(array: Array, factor: Array, dtype: np.dtype[Any]) -> Array:

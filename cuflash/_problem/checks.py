@@ -20,6 +20,7 @@ FLOATS = tuple(np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float6
 #: every query of an array sees as far as the array goes.
 FARTHEST = 2**59
 _WIDEST = 2 * FARTHEST
+_MOST_AXES = 32  # as of arrays of CuPy
 
 
 def is_integer(value: Any) -> bool:
@@ -36,6 +37,30 @@ def integer_value(name: str, value: Any, expected: str) -> int:
         raise _refused(name, value, error, expected) from error
 
 
+def dtype_of(name: str, value: Any, expected: str) -> np.dtype[Any]:
+    """The dtype that a value names; None, which names float64 to NumPy, does not."""
+    try:
+        if value is not None:
+            found: np.dtype[Any] = np.dtype(value)
+            return found
+    except Exception as error:  # what an object of the caller's raises, or a text that is no UTF-8
+        raise wrong_type(name, shown(value), expected) from error
+    raise wrong_type(name, "None", expected)
+
+
+def shape_of(name: str, value: Any) -> tuple[int, ...]:
+    """A shape of two axes or more, whose elements an address can count."""
+    expected = "a tuple of ints from 0 on, two or more"
+    if not isinstance(value, tuple | list) or not all(map(is_integer, value)):
+        raise wrong_type(name, shown(value), expected)
+    shape = tuple(integer_value(name, n, expected) for n in value)
+    if len(shape) < 2 or min(shape) < 0:
+        raise wrong_value(name, shown(shape), expected)
+    if len(shape) > _MOST_AXES or math.prod(max(n, 1) for n in shape) >= 2**60:
+        raise wrong_value(name, shown(shape), "at most 32 axes, and fewer than 2^60 elements")
+    return shape
+
+
 def _refused(name: str, value: Any, error: Exception, expected: str) -> Exception:
     got = f"{type(value).__name__} that is no number ({type(error).__name__}: {error})"
     return wrong_type(name, got, expected)
@@ -48,6 +73,15 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, np.bool_):
         raise wrong_type(name, shown(value), "True or False")
     return bool(value)
+
+
+def precision_word(name: str, value: Any) -> str | None:
+    """What float32 operands may be rounded to, or None."""
+    is_text = isinstance(value, str)
+    if value is None or (is_text and value in ("ieee", "tf32")):
+        return value  # type: ignore[no-any-return]
+    wrong = wrong_value if is_text else wrong_type
+    raise wrong(name, shown(value), 'None, "ieee" or "tf32"')
 
 
 def alignment(name: str, value: Any) -> bool | str:
@@ -127,10 +161,14 @@ def seed(name: str, value: Any) -> int:
 
 
 def integers(name: str, value: Any, *, optional: bool = True) -> Array | int:
-    """An int, or an integer array; ``optional`` says that None would be none."""
+    """An int of 64 bits, or an integer array; ``optional`` says that None would be none."""
     expected = "None, an int or an integer array" if optional else "an int or an integer array"
     if is_integer(value):
-        return integer_value(name, value, expected)
+        number = integer_value(name, value, expected)
+        if not -(2**63) <= number < 2**63:
+            got = f"an int of {number.bit_length()} bits"
+            raise wrong_value(name, got, "an int that fits into 64 bits")
+        return number
     if isinstance(value, bool | float | None):
         raise wrong_type(name, shown(value), expected)
     return integer_array(name, value, expected)

@@ -13,8 +13,9 @@ from cuflash._problem.operand import broadcastable
 
 E4M3, E5M2 = np.dtype(float8_e4m3fn), np.dtype(float8_e5m2)
 FLOAT8 = (E4M3, E5M2)
-#: Of results where all operands have 8 bits, and no destination says otherwise.
+#: Of results where all operands have 8 bits: where no destination says otherwise, and of one.
 RESULT = np.dtype(bfloat16)
+RESULTS = (np.dtype(np.float16), RESULT, np.dtype(np.float32))
 #: The largest number of each.
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
@@ -30,7 +31,7 @@ def checked_scale(name: str, scale: Array, batch: tuple[int, ...], length: int) 
     expected = f"a shape that broadcasts to {(*batch, 1, 1)}, or to {(*batch, 'blocks of rows', 1)}"
     if len(shape) < 2 or shape[-1] != 1 or not broadcastable(shape[:-2], batch):
         fix = f"one factor for each matrix has the shape {(*batch, 1, 1)}"
-        if batch and broadcastable(shape, batch):
+        if broadcastable(shape, batch):
             fix = f"write {name}[..., None, None]; " + fix
         raise wrong_value(name, f"shape {shape}", expected, fix)
     rows = rows_of_blocks(length, shape[-2])
@@ -54,7 +55,6 @@ def result_dtype(dtypes: list[np.dtype[Any]], out: np.dtype[Any] | None) -> np.d
     others = [dtype for dtype in dtypes if dtype not in FLOAT8]
     if others:
         return max(others, key=lambda dtype: dtype.itemsize)
-    allowed = (np.float16, RESULT, np.float32)
-    if out is not None and out not in allowed:
+    if out is not None and out not in RESULTS:
         raise wrong_type("out", f"dtype {out}", "dtype float16, bfloat16 or float32")
     return RESULT if out is None else out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import ParamSpec, TypeVar
 
@@ -126,7 +127,8 @@ def unknown_keyword(
     from difflib import get_close_matches  # no call that is right needs it
 
     near = get_close_matches(name, known, n=1, cutoff=_NEAR)
-    spelt = f"did you mean {near[0]}=?" if near else f"{kind}s are {', '.join(known)}"
+    kinds = kind.replace(" ", "s ", 1) if kind.startswith("keyword") else f"{kind}s"
+    spelt = f"did you mean {near[0]}=?" if near else f"{kinds} are {', '.join(known)}"
     expected = f"a parameter of this function or a {kind}" if words is WORDS else f"a {kind}"
     return wrong_type(name, "an unknown keyword", expected, words.get(name, spelt))
 
@@ -135,7 +137,8 @@ def answering_words(function: Callable[P, R]) -> Callable[P, R]:
     """Let a keyword that a function without score options does not have be answered."""
     code = inspect.unwrap(function).__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    positional, known = names[: code.co_posonlyargcount], names[code.co_posonlyargcount :]
+    positional = names[: code.co_posonlyargcount]
+    known = tuple(n for n in names[code.co_posonlyargcount :] if n != "self")
 
     @functools.wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> R:
@@ -144,7 +147,10 @@ def answering_words(function: Callable[P, R]) -> Callable[P, R]:
                 order = ", ".join(n for n in positional if n != "self")
                 raise wrong_type(name, "a keyword", f"a positional argument: ({order}, ...)")
             if name not in known:
-                raise unknown_keyword(name, known, WORDS_OF_OTHERS, "keyword of this function")
+                answer = WORDS_OF_OTHERS.get(name, "")
+                is_of_this = not set(re.findall(r"\w+", answer)).isdisjoint(names)
+                words = {name: answer} if is_of_this else {}
+                raise unknown_keyword(name, known, words, "keyword of this function")
         return function(*args, **keywords)
 
     return call

@@ -13,7 +13,7 @@ import numpy as np
 from cuflash._arrays import Array
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.habits import unknown_keyword
-from cuflash._problem.option_table import OPTIONS
+from cuflash._problem.option_table import FIELDS, OPTIONS
 from cuflash._problem.score_mod import MaskMod, ScoreMod
 
 Signature = tuple[Any, ...]
@@ -268,6 +268,30 @@ def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
         got, fix = f"options= together with {', '.join(keywords)}", "put them all into Options(...)"
         raise wrong_type("options", got, "score options in one place", fix)
     return options
+
+
+def arrays_read(options: Options) -> dict[str, Array]:
+    """The arrays that a call with these options reads, by name; those of formulas too."""
+    mods = {"score_mod": options.score_mod, "mask_mod": options.mask_mod}
+    return options.arrays | {
+        f"{kind}.arrays[{name!r}]": array
+        for kind, mod in mods.items()
+        if mod is not None
+        for name, array in mod.arrays.items()
+    }
+
+
+def gradient_names(wrt: Any, options: Options) -> tuple[str, ...]:
+    """The inputs that ``wrt`` names, in the order of FIELDS."""
+    expected = f"a tuple of {', '.join(map(repr, FIELDS))}"
+    if not isinstance(wrt, tuple | list):
+        raise wrong_type("wrt", shown(wrt), expected)
+    for name in wrt:
+        if not isinstance(name, str) or name not in FIELDS:
+            raise wrong_value("wrt", shown(wrt), expected)
+        if name not in ("q", "k", "v", "scale") and name not in options.arrays:
+            raise wrong_value("wrt", shown(wrt), f"inputs of the call; {name} is not one")
+    return tuple(name for name in FIELDS if name in wrt)
 
 
 def with_arrays(options: Options, arrays: dict[str, Array]) -> Options:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash._arrays import Array, is_cupy, same_module
-from cuflash._errors import shown, wrong_type, wrong_value
-from cuflash._problem.checks import FARTHEST, FLOATS
+from cuflash._errors import wrong_type, wrong_value
+from cuflash._problem.checks import FARTHEST, FLOATS, precision_word
 from cuflash._problem.float8 import E4M3
 from cuflash._problem.formulas import Formulas
 from cuflash._problem.operand import (
@@ -139,10 +139,7 @@ def describe(
     out: Array | None = None,
 ) -> Problem:
     """Validate one call and return its Problem."""
-    is_text = isinstance(precision, str)
-    if precision is not None and not (is_text and precision in ("ieee", "tf32")):
-        wrong = wrong_value if is_text else wrong_type
-        raise wrong("precision", shown(precision), 'None, "ieee" or "tf32"')
+    precision_word("precision", precision)
     layouts = [signature(array) for array in (q, k, v, out)]
     problem = _describe(*layouts, options.signature, checked_axes(axes), precision)
     check_arrays(problem, options, q)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import keyword
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -59,6 +60,11 @@ class _Modifier:
                 )
             checked[name] = native(f"arrays[{name!r}]", array)
         object.__setattr__(self, "arrays", MappingProxyType(checked))
+
+    def __reduce__(self) -> Any:
+        """Build the formula again when unpickling: what keeps its arrays has no pickle."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return functools.partial(type(self), **values | {"arrays": dict(self.arrays)}), ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -67,7 +67,7 @@ def attention(
         For a method that cannot serve the call; the message names one that can. On GPUs also for
         dropout where ranks have fewer than 32 rows.
     CommunicationError
-        Where a rank is dead or stuck, or has refused the call.
+        Where a rank is dead or stuck, has refused the call, or raised within it.
 
     Examples
     --------
@@ -81,14 +81,16 @@ def attention(
     >>> np.allclose(whole, cuflash.attention(x, x, x, causal=True))
     True
     """
-    return_lse = flag("return_lse", return_lse)
-    asked = Asked.of("attention", layout, method, axes, precision, deterministic)
 
-    def finished(_: Call, found: tuple[Array, Array]) -> Any:
-        out = array_module(found[0]).moveaxis(found[0], (-2, -1), asked.axes[3])
+    def ask() -> Asked:
+        flag("return_lse", return_lse)
+        return Asked.of("attention", layout, method, axes, precision, deterministic)
+
+    def finished(call: Call, found: tuple[Array, Array]) -> Any:
+        out = array_module(found[0]).moveaxis(found[0], (-2, -1), call.asked.axes[3])
         return AttentionResult(out, found[1]) if return_lse else out
 
-    return run(asked, comm, (q, k, v), None, None, options, score_options, finished)
+    return run(ask, comm, (q, k, v), None, None, options, score_options, finished)
 
 
 def attention_backward(
@@ -142,17 +144,19 @@ def attention_backward(
     >>> distributed.attention_backward(x, x, x, x, outs, lses, comm=comm)[1].dv.shape
     (8, 4)
     """
-    asked = Asked.of("attention_backward", layout, method, axes, precision, deterministic)
+
+    def ask() -> Asked:
+        return Asked.of("attention_backward", layout, method, axes, precision, deterministic)
 
     def finished(call: Call, found: dict[str, Array]) -> Gradients:
-        for name, pair in zip(QKV, asked.axes, strict=False):
+        for name, pair in zip(QKV, call.asked.axes, strict=False):
             if name in found:
                 array = rounded(found[name], call.given[name].dtype)
                 found[name] = array_module(array).moveaxis(array, (-2, -1), pair)
         return arguments.by_field(found, wrt)
 
     saved = dout, out, lse, dlse
-    return run(asked, comm, (q, k, v), saved, wrt, options, score_options, finished)
+    return run(ask, comm, (q, k, v), saved, wrt, options, score_options, finished)
 
 
 def attention_vjp(

@@ -114,10 +114,16 @@ class Communicator(ABC):
         del rank
         return nullcontext()
 
+    def check_library(self, name: str, array: Array) -> None:  # noqa: B027
+        """Raise a TypeError for an array of a library whose arrays it cannot send."""
+
     def free_memory(self, rank: int) -> int | None:
         """Bytes that a rank's device can still give; None where nobody has to ask."""
         del rank
         return None
+
+    def give_up(self, error: BaseException) -> None:  # noqa: B027
+        """An own rank has raised in the middle of a call, which can never end on the others."""
 
     def close(self) -> None:  # noqa: B027
         """Leave; other ranks that still wait for this one get a CommunicationError."""
@@ -138,6 +144,14 @@ def drive(communicator: Communicator, schedules: Mapping[int, Schedule]) -> dict
 
     No record is held while schedules run: its arrays are theirs alone.
     """
+    try:
+        return _driven(communicator, schedules)
+    except BaseException as error:
+        communicator.give_up(error)
+        raise
+
+
+def _driven(communicator: Communicator, schedules: Mapping[int, Schedule]) -> dict[int, Any]:
     replies: dict[int, Any] = dict.fromkeys(schedules)
     results: dict[int, Any] = {}
     while True:

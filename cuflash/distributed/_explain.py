@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Unpack
 
 import numpy as np
 
-from cuflash._errors import shown, wrong_type, wrong_value
-from cuflash._problem.checks import is_integer
+from cuflash._errors import wrong_value
+from cuflash._problem.checks import dtype_of, shape_of
 from cuflash._problem.operand import axes_without_values, core_axes
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.problem import describe
-from cuflash.distributed._layout import counted
+from cuflash.distributed._layout import MOST_RANKS, chunks_of, counted, rows_of
 from cuflash.distributed._traffic import Extents, candidates, checked_method, chosen, table
 
 
@@ -66,7 +65,7 @@ def explain(
     >>> print(text.splitlines()[-1])
     auto: ring, the fewest bytes of the methods that fit into memory
     """
-    size = counted("size", size, 1)
+    size = counted("size", size, 1, MOST_RANKS)
     if memory is not None:
         memory = counted("memory", memory, 0)
     if ranks_per_host is not None:
@@ -74,16 +73,12 @@ def explain(
         if size % together:
             raise wrong_value("ranks_per_host", together, f"a divisor of the {size} ranks")
         ranks_per_host = together if together < size else None  # one host
-    try:
-        dtype = np.dtype(dtype)
-    except TypeError as error:
-        raise wrong_type("dtype", shown(dtype), "a floating dtype") from error
+    dtype = dtype_of("dtype", dtype, "a floating dtype")
     found = resolve(options, score_options)
     pairs = axes_without_values(axes)
     arrays = []
-    for name, shape, pair in zip("qkv", (q, k, v or k), pairs, strict=False):
-        if not isinstance(shape, tuple) or not all(map(is_integer, shape)):
-            raise wrong_type(name, shown(shape), "a shape")
+    for name, given, pair in zip("qkv", (q, k, k if v is None else v), pairs, strict=False):
+        shape = shape_of(name, given)
         core = core_axes(name, shape, pair)
         rest = [n for i, n in enumerate(shape) if i not in core]
         element = np.empty((1,) * len(shape), dtype)
@@ -92,7 +87,7 @@ def explain(
     problem = describe(first, second, third, found)
     extents = Extents.of(problem, problem.seqlen_q, *(a.shape for a in arrays))
     own, why = chosen(checked_method(method), extents, size, memory, ranks_per_host)
-    rows = math.ceil(problem.seqlen_q / size)
+    rows = max(map(rows_of, chunks_of(problem.seqlen_q, size, "zigzag")))
     lines = [f"{size} ranks, up to {rows} queries each, {problem.dtype}"]
     lines += table(candidates(extents, size, ranks_per_host), size, problem.seqlen_k)
     across = f" with {own.across} ranks that exchange heads" if own.method == "usp" else ""

@@ -59,17 +59,16 @@ def agreed(
     all ranks raise: this one its own error, the others one that names the rank.
     """
     own: dict[int, T] = {}
-    facts: dict[int, dict[str, Any]] = {}
+    texts: dict[int, bytes] = {}
     error: Exception | None = None
     for rank in communicator.ranks:
         try:
             with communicator.on(rank):
-                facts[rank], own[rank] = facts_of(rank)
+                facts, own[rank] = facts_of(rank)
+                texts[rank] = _text(facts)
         except Exception as raised:
             error = error or raised
-            facts[rank] = {"error": f"{type(raised).__name__}: {raised}"}
-        facts[rank] |= {"version": __version__, "host": platform.node()}
-    texts = {rank: json.dumps(found).encode() for rank, found in facts.items()}
+            texts[rank] = _text({"error": f"{type(raised).__name__}: {raised}"})
     everyones: list[dict[str, Any]] = [json.loads(t) for t in communicator.agree(texts)]
     if error is not None:
         raise error
@@ -77,9 +76,14 @@ def agreed(
         if "error" in found:
             raise CommunicationError(f"rank {rank} refused the call: {found['error']}", rank)
     _compare("cuflash", [found["version"] for found in everyones])
-    for name in everyones[0].get("alike", {}):
+    for name in dict.fromkeys(name for found in everyones for name in found.get("alike", {})):
         _compare(name, [found["alike"].get(name) for found in everyones])
     return everyones, own
+
+
+def _text(facts: dict[str, Any]) -> bytes:
+    own = {"version": __version__, "host": platform.node()}
+    return json.dumps(facts | own).encode()
 
 
 def _compare(name: str, values: Sequence[Any]) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 from cuflash._arrays import imported_cupy
 from cuflash._errors import shown, wrong_type, wrong_value
+from cuflash._problem.checks import finite
+from cuflash._problem.habits import answering_words
 from cuflash.distributed._communicator import Communicator
-from cuflash.distributed._layout import counted_rank
+from cuflash.distributed._layout import counted, counted_rank
 from cuflash.distributed._links import joined
 from cuflash.distributed._nccl import Devices, Nccl, devices_of, nccl_module
 from cuflash.distributed._processes import Processes
@@ -21,8 +23,10 @@ SECRET = "CUFLASH_SECRET"
 TRANSPORTS = ("nccl", "host")
 _SLURM_PORTS = range(20000, 30000)
 _LEAST_SECRET = 8
+_LONGEST = 1e6  # seconds; a socket knows no more than 24 days
 
 
+@answering_words
 def connect(
     rank: int,
     size: int,
@@ -75,18 +79,24 @@ def connect(
     >>> comm.close()
     """
     rank, size = counted_rank(rank, size)
-    if transport not in TRANSPORTS:
-        raise wrong_value("transport", shown(transport), " or ".join(map(repr, TRANSPORTS)))
+    if not isinstance(transport, str) or transport not in TRANSPORTS:
+        wrong = wrong_value if isinstance(transport, str) else wrong_type
+        raise wrong("transport", shown(transport), " or ".join(map(repr, TRANSPORTS)))
     place, known = _place(address), _secret(secret)
+    device = rank if device is None else counted("device", device, 0)
+    to_join = _seconds("init_timeout", init_timeout)
+    limits = {
+        "op_timeout": _seconds("op_timeout", op_timeout),
+        "liveness_timeout": _seconds("liveness_timeout", liveness_timeout),
+    }
     if transport == "nccl":
         _require_nccl()
-    limits = {"op_timeout": op_timeout, "liveness_timeout": liveness_timeout}
-    links = joined(rank, size, place, known, init_timeout)
+    links = joined(rank, size, place, known, to_join)
     control = Processes(rank, size, links, **limits)
     if transport == "host":
         return control
     try:
-        return _over_nccl(control, rank if device is None else device, init_timeout)
+        return _over_nccl(control, device, to_join)
     except BaseException:
         control.close()
         raise
@@ -127,10 +137,14 @@ def from_environment(
     (0, 1)
     >>> comm.close()
     """
-    found = os.environ if environment is None else environment
+    found: Any = os.environ if environment is None else environment
+    if not isinstance(found, Mapping):
+        expected = "None or a mapping of str to str, as os.environ"
+        raise wrong_type("environment", type(found).__name__, expected)
     rank, size, local, address = _launched(found)
     options.setdefault("address", found.get("CUFLASH_ADDRESS", address))
-    if options.get("transport", "nccl") == "nccl":
+    transport = options.get("transport", "nccl")
+    if isinstance(transport, str) and transport == "nccl":
         options.setdefault("device", local)
     if options.get("secret") is None:
         options["secret"] = found.get(SECRET)
@@ -171,7 +185,8 @@ def from_mpi(mpi: Any, /, *, address: str | None = None, **options: Any) -> Comm
     if not all(hasattr(mpi, name) for name in ("Get_rank", "Get_size", "bcast")):
         raise wrong_type("mpi", shown(mpi), "a communicator of mpi4py, as MPI.COMM_WORLD")
     rank, size = mpi.Get_rank(), mpi.Get_size()
-    made = (secrets.token_hex(), address or f"127.0.0.1:{free_port()}") if rank == 0 else None
+    place = f"127.0.0.1:{free_port()}" if address is None else address
+    made = (secrets.token_hex(), place) if rank == 0 else None
     secret, place = mpi.bcast(made, root=0)
     return connect(rank, size, address=place, secret=secret, **options)
 
@@ -226,23 +241,32 @@ def _launched(found: Mapping[str, str]) -> tuple[int, int, int, str]:
     """Rank, size, local rank and address, of the first launcher that left its variables."""
     for (rank_of, size_of, local_of), address_of in _LAUNCHERS.items():
         if rank_of in found and size_of in found:
-            rank, size = int(found[rank_of]), int(found[size_of])
-            return rank, size, int(found.get(local_of, rank)), address_of(found)
+            rank, size = _number(found, rank_of), _number(found, size_of)
+            return rank, size, _number(found, local_of, rank), address_of(found)
     raise RuntimeError(
         "no launcher has set RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK or PMI_RANK; "
         "start with torchrun, srun or mpirun, or call cuflash.distributed.connect(rank, size)"
     )
 
 
+def _number(found: Mapping[str, str], name: str, default: int = 0) -> int:
+    """The number in a launcher's variable."""
+    text = found.get(name, default)
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        raise wrong_value(name, shown(text), "a number, as a launcher sets it") from None
+
+
 def _beside_torchrun(found: Mapping[str, str]) -> str:
     """The port above that of torchrun, which listens at its own."""
-    return f"{found.get('MASTER_ADDR', '127.0.0.1')}:{int(found.get('MASTER_PORT', 29399)) + 1}"
+    return f"{found.get('MASTER_ADDR', '127.0.0.1')}:{_number(found, 'MASTER_PORT', 29399) + 1}"
 
 
 def _of_slurm(found: Mapping[str, str]) -> str:
     """The first host, and a port that follows from the job."""
-    port = _SLURM_PORTS[int(found.get("SLURM_JOB_ID", 0)) % len(_SLURM_PORTS)]
-    several = int(found.get("SLURM_NNODES", 1)) > 1
+    port = _SLURM_PORTS[_number(found, "SLURM_JOB_ID") % len(_SLURM_PORTS)]
+    several = _number(found, "SLURM_NNODES", 1) > 1
     return f"{first_host(found.get('SLURM_JOB_NODELIST', '')) if several else '127.0.0.1'}:{port}"
 
 
@@ -272,9 +296,23 @@ def _place(address: Any) -> tuple[str, int]:
     if not isinstance(address, str):
         raise wrong_type("address", shown(address), expected)
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not int(port) < 65536:
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 65536
+    try:
+        host.encode("idna")  # as a socket does
+    except UnicodeError:
+        host = ""
+    if not host or not is_port:
         raise wrong_value("address", shown(address), expected)
     return host.strip("[]"), int(port)
+
+
+def _seconds(name: str, value: Any) -> float:
+    """How long something may take."""
+    expected = f"seconds, above 0 and at most {_LONGEST:g}"
+    number = finite(name, value, expected)
+    if not 0 < number <= _LONGEST:
+        raise wrong_value(name, shown(value), expected)
+    return number
 
 
 def _secret(secret: Any) -> bytes:

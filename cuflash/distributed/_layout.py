@@ -21,6 +21,8 @@ from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import integer_value, is_integer
 
 LAYOUTS = ("contiguous", "zigzag")
+MOST_RANKS = 1 << 16
+_MOST = 1 << 48  # rows, or bytes
 _UNIT = 16
 
 
@@ -96,23 +98,25 @@ def within(chunk: Chunk, holder: Chunks) -> slice:
     raise LookupError(f"{chunk} is not in {holder}")
 
 
-def counted(name: str, value: Any, least: int) -> int:
-    """An int from ``least`` on."""
+def counted(name: str, value: Any, least: int, most: int = _MOST) -> int:
+    """An int from ``least`` to ``most``."""
     expected = "a positive int" if least else "an int from 0 on"
     if not is_integer(value):
         raise wrong_type(name, shown(value), expected)
     number = integer_value(name, value, expected)
     if number < least:
         raise wrong_value(name, shown(value), expected)
+    if number > most:
+        raise wrong_value(name, shown(value), f"at most {most}")
     return number
 
 
 def counted_rank(rank: Any, size: Any) -> tuple[int, int]:
     """A rank, below how many."""
-    size = counted("size", size, 1)
-    if counted("rank", rank, 0) >= size:
-        raise wrong_value("rank", shown(rank), f"a rank below size, {size}")
-    return int(rank), size
+    size, rank = counted("size", size, 1, MOST_RANKS), counted("rank", rank, 0)
+    if rank >= size:
+        raise wrong_value("rank", rank, f"a rank below size, {size}")
+    return rank, size
 
 
 def positions(length: int, rank: int, size: int, *, layout: str = "zigzag") -> np.ndarray:

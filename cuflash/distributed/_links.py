@@ -24,6 +24,7 @@ _CHALLENGE = 32
 _HELLO = struct.Struct("!I")
 _MOST = 1 << 16  # bytes of a message about who is where
 _RETRY = 0.05
+_STRANGER = 5.0  # seconds, in which others wait for one that may not know the secret
 
 
 class Deadline:
@@ -129,7 +130,7 @@ class _Meeting:
                 link, _ = listener.accept()
             except TimeoutError:
                 break
-            link.settimeout(min(self._deadline.left, 5.0))  # a stranger must not hold up the others
+            link.settimeout(min(self._deadline.left, _STRANGER))
             try:
                 nonce = secrets.token_bytes(_CHALLENGE)
                 link.sendall(nonce)
@@ -165,6 +166,10 @@ class _Meeting:
             link.sendall(nonce + self._proof(b"connect", theirs, nonce))
             if not hmac.compare_digest(_exactly(link, 32), self._proof(b"listen", nonce, theirs)):
                 raise WrongSecretError(f"rank {other} does not know the secret", other)
+        except TimeoutError as error:
+            link.close()
+            text = f"rank {other} did not answer in time at {address[0]}:{address[1]}"
+            raise CommunicationError(text, other) from error
         except OSError as error:
             link.close()
             text = f"rank {other} refused the connection: its secret is another one"
@@ -183,8 +188,12 @@ def _listening(address: tuple[str, int], backlog: int) -> Any:
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(backlog)
+        try:
+            listener.bind(address)
+            listener.listen(backlog)
+        except OSError as error:
+            text = f"nobody can listen at {address[0]}:{address[1]} ({error.strerror or error})"
+            raise CommunicationError(text) from error
         yield listener
 
 

@@ -35,11 +35,18 @@ def nccl_module() -> Any:
 
 
 class _Begun(NamedTuple):
-    """Exchanges by rank: where they end on their streams, what they hold, and since when."""
+    """Exchanges by rank, which hold arrays, and where they end on their streams."""
 
     events: Mapping[int, Any]
     exchanges: Mapping[int, Exchange]
+
+
+class _Awaited(NamedTuple):
+    """An exchange of this rank: where it ends, since when, and a rank that takes part in it."""
+
+    event: Any
     since: float
+    other: int
 
 
 class _Gpu:
@@ -63,8 +70,6 @@ class _Gpu:
             send, receive = self.nccl.send, self.nccl.recv
             for call, pairs in ((send, exchange.sends), (receive, exchange.receives)):
                 for other, array in pairs:
-                    if not is_cupy(array):
-                        raise wrong_type("q", "a NumPy array", "CuPy arrays over NCCL")
                     if array.nbytes:
                         call(array.data.ptr, array.nbytes, byte, other, self._stream.ptr)
 
@@ -104,6 +109,12 @@ class Devices(Communicator):
         gpus = map(_Gpu, devices, found)
         return cls(dict(enumerate(gpus)), len(devices))
 
+    def check_library(self, name: str, array: Array) -> None:
+        """Raise a TypeError for NumPy arrays."""
+        if not is_cupy(array):
+            fix = 'connect with transport="host" for NumPy arrays'
+            raise wrong_type(name, "a NumPy array", "CuPy arrays over NCCL", fix)
+
     def start(self, exchanges: Mapping[int, Exchange]) -> _Begun:
         """Begin all in one group."""
         nccl = nccl_module()
@@ -114,7 +125,7 @@ class Devices(Communicator):
         finally:
             nccl.groupEnd()
         events = {rank: gpu.ended() for rank, gpu in self._gpus.items()}
-        return _Begun(events, exchanges, time.monotonic())
+        return _Begun(events, exchanges)
 
     def wait(self, ticket: _Begun) -> None:
         """Let the current stream of each GPU wait; what was sent is held until here."""
@@ -128,6 +139,12 @@ class Devices(Communicator):
     def free_memory(self, rank: int) -> int | None:
         """Bytes that a rank's GPU can still give."""
         return self._gpus[rank].free_memory()
+
+    def give_up(self, error: BaseException) -> None:
+        """Let each GPU wait for what has begun, before the memory of its arrays is given away."""
+        del error
+        for gpu in self._gpus.values():
+            gpu.wait(gpu.ended())
 
     def close(self) -> None:
         """Give the communicators back."""
@@ -154,11 +171,15 @@ class Nccl(Devices):
         nccl = _initialised(control.size, identity, self.rank, device, init_timeout)
         self._gpu = _Gpu(device, nccl)
         super().__init__({self.rank: self._gpu}, control.size, self.rank)
-        self._begun: deque[_Begun] = deque()
+        self._begun: deque[_Awaited] = deque()  # without arrays, which may be freed before
         self._aborted = threading.Event()
         control.on_failure = self._abort
         threading.Thread(target=self._look, name="cuflash looks at NCCL", daemon=True).start()
-        self._warm_up()
+        try:
+            self._warm_up()
+        except BaseException:
+            self._abort()  # a rank may have failed before there was anybody to tell
+            raise
 
     def agree(self, facts: Mapping[int, bytes]) -> list[bytes]:
         """What every rank says."""
@@ -168,7 +189,9 @@ class Nccl(Devices):
         """Begin on the communicator's stream."""
         self.check()
         begun = super().start(exchanges)
-        self._begun.append(begun)
+        exchange = exchanges[self.rank]
+        other = next((r for r, _ in (*exchange.receives, *exchange.sends)), self.rank)
+        self._begun.append(_Awaited(begun.events[self.rank], time.monotonic(), other))
         self.control.progress += 1
         return begun
 
@@ -176,6 +199,10 @@ class Nccl(Devices):
         """Let the current stream wait; what was sent is held until here."""
         self.check()
         super().wait(ticket)
+
+    def give_up(self, error: BaseException) -> None:
+        """Fail: an exchange of the next call would meet one of this."""
+        self.control.give_up(error)
 
     def check(self) -> None:
         """Raise where a rank has failed: results since then are worth nothing."""
@@ -198,14 +225,12 @@ class Nccl(Devices):
         """Forget exchanges that have ended; where one takes too long, blame a rank."""
         while not self._aborted.wait(_LOOK):
             with self._gpu.on():
-                while self._begun and self._begun[0].events[self.rank].done:
+                while self._begun and self._begun[0].event.done:
                     self._begun.popleft()
             limit = self.control.op_timeout
             if self._begun and time.monotonic() - self._begun[0].since > limit:
-                exchange = self._begun[0].exchanges[self.rank]
-                waited_for = next((r for r, _ in (*exchange.receives, *exchange.sends)), self.rank)
                 what = f"an exchange of rank {self.rank} took longer than {limit:g} s"
-                self.control.blame(waited_for, what)
+                self.control.blame(self._begun[0].other, what)
 
     def _warm_up(self) -> None:
         """Connect all pairs now: NCCL does it at the first message, one pair after another."""

@@ -77,6 +77,14 @@ class Processes(Communicator):
         thread.start()
         return thread
 
+    def check_library(self, name: str, array: Array) -> None:
+        """Raise a TypeError for CuPy arrays."""
+        if is_cupy(array):
+            raise wrong_type(
+                name, "a CuPy array", "NumPy arrays over a communicator of the host",
+                'connect with transport="nccl" for CuPy arrays',
+            )  # fmt: skip
+
     def agree(self, facts: Mapping[int, bytes]) -> list[bytes]:
         """What every rank says."""
         own = facts[self.rank]
@@ -93,7 +101,7 @@ class Processes(Communicator):
         exchange = exchanges[self.rank]
         self.progress += 1
         for other, array in exchange.sends:
-            payload = _bytes_of(array)
+            payload = memoryview(array.reshape(-1).view(np.uint8))
             self.sent += len(payload)
             self._send(other, _DATA, payload)
         return exchange
@@ -130,6 +138,11 @@ class Processes(Communicator):
             with contextlib.suppress(OSError):  # a send to it may be waiting
                 self._links[rank].shutdown(socket.SHUT_RDWR)
         self.on_failure()
+
+    def give_up(self, error: BaseException) -> None:
+        """Fail: what others send of this call would be taken for a part of the next."""
+        text = f"rank {self.rank} raised in the middle of a call: {type(error).__name__}: {error}"
+        self.fail(self.rank, text)
 
     def blame(self, waited_for: int, what: str) -> None:
         """Fail the rank that has begun least; of several, the one that was waited for.
@@ -270,13 +283,3 @@ class Processes(Communicator):
                     text = f"rank {other} gave no sign of life for {self._liveness:g} s"
                     self.fail(other, text)
                 self._tell(other, _LIFE, self.progress, b"")
-
-
-def _bytes_of(array: Array) -> memoryview:
-    """Of a contiguous NumPy array of any dtype."""
-    if is_cupy(array):
-        raise wrong_type(
-            "q", "a CuPy array", "NumPy arrays over a communicator of the host",
-            'connect with transport="nccl" for CuPy arrays',
-        )  # fmt: skip
-    return memoryview(array.reshape(-1).view(np.uint8))

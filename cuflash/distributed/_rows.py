@@ -16,7 +16,7 @@ from cuflash.distributed._communicator import (
     checked_communicator,
     drive,
 )
-from cuflash.distributed._handshake import agreed, as_given, held_rows, own_of
+from cuflash.distributed._handshake import agreed, as_given, held_rows, own_of, recalled
 from cuflash.distributed._layout import checked_layout, positions
 from cuflash.distributed._share import Group, rows_back, rows_first
 
@@ -96,17 +96,18 @@ def unshard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -
     array([0, 1, 2, 3, 4, 5, 6, 7])
     """
     checked_communicator(comm)
-    layout = checked_layout(layout)
 
     def facts_of(rank: int) -> tuple[dict[str, Any], Array]:
         array = native("x", own_of(comm, rank, "x", x))
+        comm.check_library("x", array)
         own_axis = _checked_axis(axis, array)
         others = list(array.shape)
         rows = others.pop(own_axis)
-        alike = {"function": "unshard", "layout": layout, "axis": own_axis}
+        alike = {"function": "unshard", "layout": checked_layout(layout), "axis": own_axis}
         alike |= {"x without rows": f"{array.dtype} {others}"}
         return {"alike": alike, "rows": rows}, array
 
+    recalled(comm, {})  # others may be in attention(), which begins like this
     facts, arrays = agreed(comm, facts_of)
     held = held_rows("x", [f["rows"] for f in facts], layout)
 

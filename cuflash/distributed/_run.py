@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cuflash._api import arguments, float8
 from cuflash._api.arguments import QKV
-from cuflash._arrays import Array, Triple, array_module, native
+from cuflash._api.dispatch import placed
+from cuflash._arrays import Array, Triple, array_module, is_cupy, native
 from cuflash._errors import not_yet, wrong_value
-from cuflash._problem.checks import flag
+from cuflash._problem.checks import flag, precision_word
 from cuflash._problem.operand import Axes, checked_axes, core_axes
-from cuflash._problem.options import Options, resolve
+from cuflash._problem.options import Options, gradient_names, resolve
+from cuflash._problem.philox import Origin
 from cuflash._problem.problem import Problem, describe
 from cuflash._results import Saved
 from cuflash.distributed import _all_gather, _ring, _ulysses
@@ -58,31 +61,35 @@ class Asked(NamedTuple):
     ) -> Asked:
         """Checked arguments."""
         layout, method = checked_layout(layout), checked_method(method)
+        axes, precision = checked_axes(axes), precision_word("precision", precision)
         deterministic = flag("deterministic", deterministic)
-        return cls(function, layout, method, checked_axes(axes), precision, deterministic)
+        return cls(function, layout, method, axes, precision, deterministic)
 
 
 @dataclass(frozen=True)
 class Call:
     """One rank's arguments: q, k, v as they came, and in one dtype and canonical order."""
 
+    asked: Asked
     given: dict[str, Array]
     qkv: Triple
     options: Options
     saved: Saved | None  # None for the forward
     wanted: tuple[str, ...]  # gradients
 
-    def key(self, asked: Asked) -> Any:
+    def key(self) -> Any:
         """What the call is known by where only arrays of these layouts differ, or None."""
         if self.options.arrays or self.options.score_mod or self.options.mask_mod:
             return None
         arrays = (*self.given.values(), *self.qkv, *(self.saved or ()))
         layouts = tuple(None if a is None else layout_of(a) for a in arrays)
-        return asked, self.wanted, self.options, layouts
+        return self.asked, self.wanted, self.options, layouts
 
-    def facts(self, asked: Asked) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """What ranks compare, and what each has of its own."""
-        alike = asked._asdict() | {"wrt": self.wanted} | facts_of_options(self.options)
+        alike = self.asked._asdict() | {"wrt": self.wanted} | facts_of_options(self.options)
+        for name, saved in zip(Saved._fields, self.saved or (), strict=False):
+            alike[name] = None if saved is None else str(saved.dtype)
         for name, array in zip(QKV, self.qkv, strict=True):
             shape = (*array.shape[:-2], array.shape[-1])
             alike[f"{name} without rows"] = f"{self.given[name].dtype} {shape}"
@@ -103,7 +110,7 @@ class _Known(NamedTuple):
 
 
 def run(
-    asked: Asked,
+    ask: Callable[[], Asked],
     comm: Communicator,
     qkv: Triple,
     saved: tuple[Any, Any, Any, Any] | None,
@@ -112,12 +119,17 @@ def run(
     keywords: Mapping[str, Any],
     finished: Callable[[Call, Any], Any],
 ) -> Any:
-    """``finished(call, result)`` of own ranks. All ranks compare before data moves."""
+    """``finished(call, result)`` of own ranks. All ranks compare before data moves.
+
+    What ``ask`` refuses reaches the other ranks, too.
+    """
     checked_communicator(comm)
 
     def call_of(rank: int) -> Call:
+        asked = ask()
         own = {n: own_of(comm, rank, n, a) for n, a in zip(QKV, qkv, strict=True)}
         _, given, promoted = arguments.operands(*own.values())
+        comm.check_library("q", given["q"])
         q, k, v = (_canonical(*each) for each in zip(QKV, promoted, asked.axes, strict=False))
         chosen_options = _own_options(comm, rank, options, keywords)
         if float8.among(chosen_options, *own.values()):
@@ -125,19 +137,19 @@ def run(
                 "q, k, v of 8 bits on several ranks", "a later one", "multiply by scales first"
             )
         if saved is None:
-            return Call(given, (q, k, v), chosen_options, None, ())
+            return Call(asked, given, (q, k, v), chosen_options, None, ())
         dout, out, lse, dlse = (
             None if a is None else native(n, own_of(comm, rank, n, a))
             for n, a in zip(Saved._fields, saved, strict=True)
         )
         dout, out = (_canonical(n, a, asked.axes[3]) for n, a in (("dout", dout), ("out", out)))
-        wanted = arguments.gradient_names(wrt, chosen_options)
-        return Call(given, (q, k, v), chosen_options, Saved(dout, out, lse, dlse), wanted)
+        wanted = gradient_names(wrt, chosen_options)
+        return Call(asked, given, (q, k, v), chosen_options, Saved(dout, out, lse, dlse), wanted)
 
     def schedule(rank: int, call: Call, known: _Known) -> Schedule:
         batch = known.problem.batch_shape
         share = Share(
-            rank, *call.qkv, call.options, asked.deterministic,
+            rank, *call.qkv, call.options, call.asked.deterministic,
             known.problem, known.queries, known.keys, known.shared,
             Heads(0, batch[-1], batch[-1]) if batch else None, range(comm.size),
         )  # fmt: skip
@@ -152,27 +164,31 @@ def run(
     for rank in comm.ranks:
         with contextlib.suppress(Exception), comm.on(rank):  # agreed() raises it, on all ranks
             calls[rank] = call_of(rank)
-            key = calls[rank].key(asked)
+            key = calls[rank].key()
             hash(key)  # raises for an argument that has none
             keys[rank] = key
     known: dict[int, _Known] = recalled(comm, keys)
     if not known:
-        known, calls = _agreed(asked, comm, lambda rank: calls.get(rank) or call_of(rank))
+        known, calls = _agreed(comm, lambda rank: calls.get(rank) or call_of(rank))
         remember(comm, keys, known)
     results = drive(comm, {r: schedule(r, calls[r], known[r]) for r in comm.ranks})
-    return as_given(comm, {rank: finished(calls[rank], found) for rank, found in results.items()})
+    for rank, found in results.items():
+        with comm.on(rank):
+            results[rank] = finished(calls[rank], found)
+    return as_given(comm, results)
 
 
 def _agreed(
-    asked: Asked, comm: Communicator, call_of: Callable[[int], Call]
+    comm: Communicator, call_of: Callable[[int], Call]
 ) -> tuple[dict[int, _Known], dict[int, Call]]:
     """What all ranks agree on, and the calls of own ranks."""
 
     def facts_of(rank: int) -> tuple[dict[str, Any], Call]:
         call = call_of(rank)
-        return call.facts(asked) | {"memory": comm.free_memory(rank)}, call
+        return call.facts() | {"memory": comm.free_memory(rank)}, call
 
     facts, calls = agreed(comm, facts_of)
+    asked = calls[comm.ranks[0]].asked
     queries, keys, values = (
         held_rows(name, rows, asked.layout)
         for name, rows in zip(QKV, zip(*(f["rows"] for f in facts), strict=True), strict=True)
@@ -180,9 +196,7 @@ def _agreed(
     seqlen_q, seqlen_k, seqlen_v = (sum(map(rows_of, held)) for held in (queries, keys, values))
     if seqlen_k != seqlen_v:
         raise wrong_value("v", f"{seqlen_v} values", f"one for each of {seqlen_k} keys")
-    shared = frozenset(
-        n for f in facts for n, rows in f["rows of options"].items() if rows == 1 != f["rows"][0]
-    )
+    shared = _shared_options(facts)
     per_host = ranks_per_host([f["host"] for f in facts])
     memory = min((f["memory"] for f in facts if f["memory"] is not None), default=None)
 
@@ -191,11 +205,33 @@ def _agreed(
         problem = _problem(call, seqlen_q, seqlen_k, asked.precision)
         if call.saved is not None:
             arguments.saved_arrays("attention", problem, call.given["q"], *call.saved)
+        if is_cupy(call.qkv[0]):
+            for chunk in itertools.chain(*queries, *keys):
+                placed(problem, call.options, Origin(query=chunk.start))  # or raise
         extents = Extents.of(problem, seqlen_q, *(a.shape for a in call.qkv))
         how, _ = chosen(asked.method, extents, comm.size, memory, per_host)
         return {"alike": {"method": how.method}}, _Known(problem, queries, keys, shared, how.across)
 
     return agreed(comm, known_of)[1], calls
+
+
+def _shared_options(facts: list[dict[str, Any]]) -> frozenset[str]:
+    """Options that have one row for the queries of all ranks; a ValueError where only some do."""
+    rows = {n: [f["rows of options"][n] for f in facts] for n in facts[0]["rows of options"]}
+    queries = [f["rows"][0] for f in facts]
+    found = frozenset(
+        n for n, r in rows.items() if any(1 == a != m for a, m in zip(r, queries, strict=True))
+    )
+    for name in found:
+        for rank, number in enumerate(rows[name]):
+            if number != 1:
+                raise wrong_value(
+                    name,
+                    f"{number} rows on rank {rank}",
+                    "one row, as on other ranks",
+                    "or its own rows on every rank",
+                )
+    return found
 
 
 def ranks_per_host(hosts: list[str]) -> int | None:

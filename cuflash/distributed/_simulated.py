@@ -14,7 +14,7 @@ import numpy as np
 
 from cuflash._arrays import Array
 from cuflash.distributed._communicator import CommunicationError, Communicator, Exchange
-from cuflash.distributed._layout import counted
+from cuflash.distributed._layout import MOST_RANKS, counted
 
 
 class Simulated(Communicator):
@@ -91,4 +91,4 @@ def simulated(size: int) -> Simulated:
     >>> distributed.simulated(4).ranks
     (0, 1, 2, 3)
     """
-    return Simulated(counted("size", size, 1))
+    return Simulated(counted("size", size, 1, MOST_RANKS))

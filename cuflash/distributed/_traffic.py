@@ -191,8 +191,8 @@ def chosen(
     """The way to run a call, and why in words.
 
     On one host the fewest bytes of forward and gradient whose memory there is; of two that are
-    alike the ring, whose calls are few and large, before all others. On several hosts usp, else
-    ring.
+    alike the ring, whose calls are few and large, before all others. On several hosts usp, whose
+    heads stay within a host, else ring.
     """
     found = candidates(extents, size, per_host)
     able = [c for c in found if not c.refusal]
@@ -205,9 +205,10 @@ def chosen(
             )
         return asked, "as asked for"
     if per_host is not None:
-        for wanted in ("usp", "ring"):
-            if own := [c for c in able if c.method == wanted]:
-                return own[0], "several hosts: heads stay within a host, or else keys go round"
+        within = [c for c in able if c.method == "usp" and c.across == per_host]
+        rings = [c for c in able if c.method == "ring"]
+        own = (within or rings)[0]
+        return own, "several hosts: heads stay within a host, or else keys go round"
     able = [c for c in able if c.method != "usp"]
     enough = [c for c in able if memory is None or c.backward.taken <= memory]
     if not enough:

@@ -6,7 +6,8 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.option_table import FIELDS
+from cuflash._problem.options import Options, ScoreOptions, gradient_names, resolve
 from cuflash._results import AttentionResult, Gradients
 from cuflash.reference._score import (
     NO_AXES,
@@ -45,7 +46,7 @@ def scores(
            [  2.,   2.,   2.]])
     """
     options = resolve(options, score_options)
-    q, k, _ = operands(q, k, k, options, axes, dtype)
+    q, k, _ = operands(q, k, k, options, _without_values(axes), dtype)
     return score_and_slopes(q, k, options, dtype)[0]
 
 
@@ -125,6 +126,7 @@ def attention_backward(
     del out, lse
     options = resolve(options, score_options)
     pairs = axes or NO_AXES
+    wanted = gradient_names(wrt, options)
     inputs = {"q": q, "k": k, "v": v}
     q, k, v = operands(q, k, v, options, axes, dtype)
     score, seen, slope, mod_slope = score_and_slopes(q, k, options, dtype)
@@ -149,21 +151,21 @@ def attention_backward(
     }
     gradients = {}
     for (name, given), pair in zip(inputs.items(), pairs, strict=False):
-        if name in wrt:
+        if name in wanted:
             shape = to_canonical(given, pair).shape
             gradients["d" + name] = to_axes(_sum_heads_to(full[name], shape, options), pair)
-    if "bias" in wrt:
+    if "bias" in wanted:
         gradients["dbias"] = _sum_to(dscore, options.arrays["bias"].shape)
-    if "alibi_slopes" in wrt:
+    if "alibi_slopes" in wanted:
         slopes = -(dscore * distance(options, score.shape)).sum((-1, -2))
         gradients["dslopes"] = _sum_to(slopes, options.arrays["alibi_slopes"].shape)
-    if "sink" in wrt:
+    if "sink" in wanted:
         share = np.where(np.isneginf(lse), 0, np.exp(sink - lse))
         gradients["dsink"] = _sum_to(-(share * delta).sum(-1), options.arrays["sink"].shape)
-    if "scale" in wrt:
+    if "scale" in wanted:
         raw = np.matmul(q, np.swapaxes(k, -1, -2))
         gradients["dscale"] = np.where(seen, draw * raw, 0).sum()
-    return Gradients(**gradients)
+    return Gradients(**gradients, order=tuple(FIELDS[name] for name in dict.fromkeys(wrt)))
 
 
 def attention_vjp(
@@ -209,7 +211,8 @@ def logsumexp(q: Array, k: Array, /, **rest: Any) -> Array:
     >>> cuflash.reference.logsumexp(np.zeros((1, 4)), np.zeros((8, 4))) == np.log(8)
     array([ True])
     """
-    return attention(q, k, k, return_lse=True, **_without_values(rest)).lse
+    rest["axes"] = _without_values(rest.get("axes"))
+    return attention(q, k, k, return_lse=True, **rest).lse
 
 
 def logsumexp_backward(
@@ -232,7 +235,7 @@ def logsumexp_backward(
     (5, 4)
     """
     del lse
-    rest = _without_values(rest)
+    rest["axes"] = _without_values(rest.get("axes"))
     nothing = np.zeros_like(attention(q, k, k, **rest))
     return attention_backward(nothing, q, k, k, dlse=dlse, wrt=wrt, **rest)
 
@@ -262,7 +265,7 @@ def weights(
     """
     del lse
     options = resolve(options, score_options)
-    q, k, _ = operands(q, k, k, options, axes, dtype)
+    q, k, _ = operands(q, k, k, options, _without_values(axes), dtype)
     score, seen, *_ = score_and_slopes(q, k, options, dtype)
     p, _ = softmax(score, seen, sink_of_rows(options, score, dtype))
     everything = slice(None)
@@ -326,10 +329,9 @@ def merge_backward(
     return AttentionResult(np.moveaxis(douts, 0, axis), np.moveaxis(dlses, 0, axis))
 
 
-def _without_values(rest: dict[str, Any]) -> dict[str, Any]:
+def _without_values(axes: Any) -> Any:
     """Axes for a call in which keys stand for values."""
-    axes = rest.get("axes")
-    return rest if axes is None else rest | {"axes": (axes[0], axes[1], axes[1], (-2, -1))}
+    return None if axes is None else (axes[0], axes[1], axes[1], (-2, -1))
 
 
 def _seen_product(a: Array, b: Array, seen: Array) -> Array:

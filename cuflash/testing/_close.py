@@ -11,6 +11,7 @@ from cuflash._api.arguments import QKV
 from cuflash._arrays import is_cupy, native
 from cuflash._errors import wrong_type, wrong_value
 from cuflash._problem.checks import FLOATS, require_shape
+from cuflash._problem.float8 import RESULTS
 from cuflash._problem.operand import checked_axes
 from cuflash._problem.option_table import FIELDS
 from cuflash._problem.options import OPTION_NAMES, Options, ScoreOptions, resolve
@@ -61,7 +62,7 @@ def assert_attention_close(
     precision : {None, "ieee", "tf32"}
         ``"tf32"`` allows for products of TF32. Where an operand has 8 bits, the budget is that of
         weights of 8 bits, on the arrays that its dtype and scale stand for, which powers of two as
-        scales keep exact.
+        scales keep exact; of results in float64 it is that of float32.
 
     Raises
     ------
@@ -103,10 +104,15 @@ def assert_attention_close(
     if wrt and dout is None:
         raise wrong_value("dout", "gradients without dout", "the cotangent of out")
     given = {n: _on_the_host(n, array) for n, array in zip(QKV, (q, k, v), strict=True)}
+    parts = actual if isinstance(actual, tuple) else (actual, None)
+    if len(parts) != 2:
+        raise wrong_type("actual", f"a tuple of {len(parts)}", "out, or a pair (out, lse)")
+    out = _real("actual", parts[0])
+    lse = None if parts[1] is None else _real("actual", parts[1])
     keywords = _keywords(chosen)
     is_float8 = float8.among(chosen, *given.values())
     if is_float8:
-        own = getattr(actual[0] if isinstance(actual, tuple) else actual, "dtype", None)
+        own = out.dtype if out.dtype in RESULTS else np.dtype(np.float32)
         q, k, v = given.values()
         plain = float8.dequantized(q, k, v, Options(**keywords), axes=axes, out_dtype=own)
         given = dict(zip(QKV, plain[:3], strict=True))
@@ -117,11 +123,6 @@ def assert_attention_close(
     problem = describe(
         given["q"], given["k"], given["v"], Options(**keywords), axes=axes, precision=precision
     )
-    parts = actual if isinstance(actual, tuple) else (actual, None)
-    if len(parts) != 2:
-        raise wrong_type("actual", f"a tuple of {len(parts)}", "out, or a pair (out, lse)")
-    out = _real("actual", parts[0])
-    lse = None if parts[1] is None else _real("actual", parts[1])
     if out.shape != problem.out_shape:
         raise BudgetError(f"actual: got shape {out.shape}, expected {problem.out_shape}")
     dout = np.zeros_like(out) if dout is None else _real("dout", dout)

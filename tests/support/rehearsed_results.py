@@ -12,6 +12,7 @@ from cuflash._arrays import Array, Triple, rounded
 from cuflash._host import cache as host_cache
 from cuflash._host.backward import backward as host_backward
 from cuflash._host.forward import forward as host_forward
+from cuflash._host.scores import arithmetic
 from cuflash._host.tiles import operations
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem
@@ -79,7 +80,8 @@ def _backward(
 
 
 def _dequantized(_: str, array: Array, factor: Any, out: Array) -> None:
-    out[...] = rounded(array.astype(np.float32) * np.asarray(factor, np.float32), out.dtype)
+    wide = arithmetic(out.dtype)
+    out[...] = rounded(array.astype(wide) * np.asarray(factor, wide), out.dtype)
 
 
 def _quantized(array: Array, factor: Array, dtype: np.dtype[Any]) -> Array:

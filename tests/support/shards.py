@@ -1,13 +1,21 @@
-"""How is a call of whole arrays made by simulated ranks, and its results put together?"""
+"""How is a call of whole arrays made by simulated ranks, and its results put together?
+
+And how do ranks meet in a test? Over sockets, one thread for each.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cuflash import distributed
 from cuflash._problem.option_table import FIELDS
+from cuflash.distributed import _launchers
 
 QKV = ("q", "k", "v")
 
@@ -15,6 +23,47 @@ QKV = ("q", "k", "v")
 def has_rows(array: Any, axis: int) -> bool:
     """Whether an option has a value for each query, not one for all."""
     return array is not None and array.ndim >= -axis and array.shape[axis] != 1
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Let new arrays of NumPy hold NaN, as memory of a pool may: what is not written is read."""
+
+    def poisoned(make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+        def made(*given: Any, **named: Any) -> np.ndarray:
+            array = make(*given, **named)
+            array.reshape(-1).view(np.uint8)[...] = 0xFF
+            return array
+
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "empty", poisoned(np.empty))
+        patch.setattr(np, "empty_like", poisoned(np.empty_like))
+        yield
+
+
+def in_threads(size: int, run: Callable[[Any], Any], **how: Any) -> list[Any]:
+    """What ``run(communicator)`` returns on each rank, or raises; a list has a value for each."""
+    limits = {"op_timeout": 20.0, "init_timeout": 10.0, "transport": "host"}
+    how = limits | {"address": f"127.0.0.1:{_launchers.free_port()}"} | how
+    found: dict[int, Any] = {}
+
+    def rank_of(rank: int) -> None:
+        own = {n: a[rank] if isinstance(a, list) else a for n, a in how.items()}
+        try:
+            comm = distributed.connect(rank, size, secret="long enough", **own)
+            with contextlib.closing(comm):
+                found[rank] = run(comm)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [found[rank] for rank in range(size)]
 
 
 class Shards:
@@ -47,15 +96,16 @@ class Shards:
         return own
 
     def forward(self, q, k, v, **options):
-        own = self.options(options)
-        return distributed.attention(*map(self.cut, (q, k, v)), return_lse=True, **own, **self.how)
+        own, cut = self.options(options), map(self.cut, (q, k, v))
+        with poisoned_memory():
+            return distributed.attention(*cut, return_lse=True, **own, **self.how)
 
     def gradients(self, dout, q, k, v, results, wrt, dlse=None, **options):
-        parts = distributed.attention_backward(
-            *map(self.cut, (dout, q, k, v)), [r.out for r in results], [r.lse for r in results],
-            dlse=None if dlse is None else self.cut(dlse, -1), wrt=wrt,
-            **self.options(options), **self.how,
-        )  # fmt: skip
+        own, cut = self.options(options), map(self.cut, (dout, q, k, v))
+        own["dlse"] = None if dlse is None else self.cut(dlse, -1)
+        saved = [r.out for r in results], [r.lse for r in results]
+        with poisoned_memory():
+            parts = distributed.attention_backward(*cut, *saved, wrt=wrt, **own, **self.how)
         found = {}
         for name in wrt:
             own = [getattr(part, FIELDS[name]) for part in parts]
