@@ -200,7 +200,7 @@ def test_any_value_works_or_is_refused_by_name(name, argument):
             works_or_says_why(name, {argument: make()})
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=list(HealthCheck), deadline=None)
 @given(data=st.data())
 def test_any_values_together_work_or_are_refused_by_name(data):
     name = data.draw(st.sampled_from(sorted(DOORS)), label="function")
