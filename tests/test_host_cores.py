@@ -17,7 +17,8 @@ from threadpoolctl import ThreadpoolController, threadpool_limits
 import cuflash
 from cuflash._host import cores, forward
 from cuflash._host.cores import Items
-from support.problems import FIELDS
+from cuflash.testing._budget import Budget
+from support.problems import FIELDS, Call, run
 
 BLAS = ThreadpoolController().select(user_api="blas")
 needs_blas = pytest.mark.skipif(
@@ -36,13 +37,20 @@ def numbers_of_threads():
     return [blas.num_threads for blas in BLAS.lib_controllers]
 
 
-def results(shape_q, shape_k, dtype, wrt, options):
+def call_of(shape_q, shape_k, dtype, wrt, options):
     rng = np.random.default_rng(0)
     q, dout = rng.standard_normal((2, *shape_q)).astype(dtype)
     k, v = rng.standard_normal((2, *shape_k)).astype(dtype)
+    return Call(q, k, v, dout, options=options, wrt=wrt)
+
+
+def bits(call):
+    """Of all results."""
+    q, k, v, options = call.q, call.k, call.v, call.options
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
-    gradients = cuflash.attention_backward(dout, q, k, v, out, lse, wrt=wrt, **options)
-    return [out, lse, *(getattr(gradients, FIELDS[name]) for name in wrt)]
+    gradients = cuflash.attention_backward(call.dout, q, k, v, out, lse, wrt=call.wrt, **options)
+    found = [out, lse, *(getattr(gradients, FIELDS[name]) for name in call.wrt)]
+    return [np.asarray(array).tobytes() for array in found]
 
 
 QKV = ("q", "k", "v")
@@ -63,17 +71,43 @@ CASES = {
             "dropout": 0.25, "seed": 3,
         },
     ),
+    "a bias of all pairs": (
+        (1100, 8), (300, 8), np.float32, (*QKV, "bias"),
+        {"bias": np.sin(np.arange(1100 * 300, dtype=np.float32)).reshape(1100, 300)},
+    ),
+    # Pieces of the last queries have the fewest keys, and end first.
+    "fewer and fewer keys": ((1500, 8), (1500, 8), np.float32, QKV, {"window": (0, None)}),
 }  # fmt: skip
 
 
 @needs_blas
 @pytest.mark.parametrize("case", CASES)
 def test_bits_do_not_depend_on_the_number_of_threads(case, worth_threads):
-    found = []
+    call, found = call_of(*CASES[case]), []
     for threads in (1, 2, 3, 3):
         with threadpool_limits(threads):
-            found.append([np.asarray(array).tobytes() for array in results(*CASES[case])])
+            found.append(bits(call))
     assert all(again == found[0] for again in found[1:])
+
+
+@needs_blas
+@pytest.mark.parametrize("worth", [2, 3, 5])
+def test_bits_do_not_depend_on_threads_that_few_operations_are_worth(worth, monkeypatch):
+    call, found = call_of(*CASES["fewer and fewer keys"]), []
+    operations = 2 * 1500 * 1500 * 16
+    monkeypatch.setattr(cores, "WORTH_A_THREAD", operations / worth)
+    for threads in (1, 2, 3, 4):
+        with threadpool_limits(threads):
+            found.append(bits(call))
+    assert all(again == found[0] for again in found[1:])
+
+
+@pytest.mark.parametrize("case", ["one head", "gradients of options", "a bias of all pairs"])
+def test_pieces_add_up_to_the_whole(case, worth_threads):
+    call = call_of(*CASES[case])
+    result, budget = run(np, call), Budget(call)
+    budget.check_forward(result.out, result.lse)
+    budget.check_backward(result.gradients, given=(result.out, result.lse))
 
 
 @needs_blas
@@ -222,6 +256,23 @@ def test_formulas_are_called_by_the_thread_of_the_call(kind, worth_threads):
         assert not others
         pullback(out)
     assert not others
+
+
+def test_of_two_errors_the_first_is_raised():
+    caller, both, failed = threading.current_thread(), threading.Barrier(2), threading.Event()
+
+    def worker(items):
+        for _ in items:
+            both.wait(10)
+            if threading.current_thread() is not caller:
+                failed.set()
+                raise ArithmeticError("first")
+            failed.wait(10)
+            time.sleep(0.05)  # until it is kept
+            raise ValueError("second")
+
+    with pytest.raises(ArithmeticError, match="first"):
+        Items(range(2)).work(worker, 2)
 
 
 def raise_in(caller):

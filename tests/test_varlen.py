@@ -389,7 +389,7 @@ WRONG = {
     "nothing": ({"ends_q": np.zeros(0, int)}, ValueError, "cu_seqlens_q: "),
     "decreasing": ({"ends_q": np.array([0, 5, 3])}, ValueError, "cu_seqlens_q: .*decrease"),
     "negative": ({"ends_q": np.array([-1, 5, 6])}, ValueError, "cu_seqlens_q: .*from 0 to"),
-    "past the end": ({"ends_k": np.array([0, 5, 99])}, ValueError, "cu_seqlens_k: .*from 0 to"),
+    "past the end": ({"ends_k": np.array([0, 5, 13])}, ValueError, "cu_seqlens_k: .*from 0 to 12"),
     "of other numbers": ({"ends_k": np.array([0, 5])}, ValueError, "cu_seqlens_k: .*1 sequences"),
     "with a small bias": ({"bias": np.zeros((2, 3))}, ValueError, "bias: .*at least 5"),
     "with a bias of one axis": ({"bias": np.zeros(9)}, ValueError, r"bias: .*\(2, 1, m, n\)"),
