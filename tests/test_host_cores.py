@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -163,6 +164,46 @@ def test_the_last_of_concurrent_calls_restores_the_limits():
             calls = [pool.submit(cuflash.attention, q, k, v) for _ in range(40)]
         assert all(call.result().tobytes() == alone.tobytes() for call in calls)
         assert numbers_of_threads() == before
+
+
+@needs_blas
+@pytest.mark.parametrize("caller_ends_first", [True, False])
+def test_a_limit_lasts_from_the_first_call_to_the_end_of_the_last(caller_ends_first):
+    """Whichever thread that is: threadpoolctl 3.8 heeds the first that asked for a number."""
+    with threadpool_limits(2), ThreadPoolExecutor(1) as another:
+        before, one = numbers_of_threads(), [1] * len(BLAS.lib_controllers)
+        enter, leave = cores._limit.__enter__, cores._limit.__exit__
+        first, last = (None, another) if caller_ends_first else (another, None)
+        another.submit(enter).result()
+        assert numbers_of_threads() == one
+        enter()
+        for thread, left in ((first, one), (last, before)):
+            leave() if thread is None else thread.submit(leave).result()
+            assert numbers_of_threads() == left
+
+
+@needs_blas
+@pytest.mark.parametrize("m_n_width", [(90, 90, 90), (1, 10_000, 8)])
+def test_blas_is_limited_where_a_product_or_a_matrix_is_large(m_n_width):
+    with threadpool_limits(2), cores.single_threaded_blas(*m_n_width):
+        assert numbers_of_threads() == [1] * len(BLAS.lib_controllers)
+
+
+@needs_blas
+def test_threads_treat_floating_point_errors_as_the_call_does(monkeypatch, worth_threads):
+    """Its own thread leaves the work to another; a warning there would be an error."""
+    caller, product = threading.current_thread(), forward.product
+
+    def shared(*given):
+        if threading.current_thread() is caller:
+            time.sleep(0.02)
+        return product(*given)
+
+    monkeypatch.setattr(forward, "product", shared)
+    q = np.full((16, 300, 32), 1e30, np.float32)
+    with threadpool_limits(3), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isnan(cuflash.attention(q, q, q)).all()
 
 
 def in_a_fork(call):
