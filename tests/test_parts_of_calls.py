@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
@@ -9,6 +12,7 @@ from ml_dtypes import bfloat16
 import cuflash
 from cuflash import distributed, reference
 from cuflash._api.dispatch import launch, run_backward, run_forward
+from cuflash._errors import NoKernel
 from cuflash._problem.philox import Origin
 from cuflash._problem.problem import describe
 from cuflash._results import Saved
@@ -60,6 +64,43 @@ def test_the_last_block_of_rows_is_known():
     assert list(lasts_of(steps)) == [False, False, True, True]
 
 
+@pytest.mark.parametrize(
+    ("batch_q", "batch_k", "first", "joins"),
+    [
+        ((2, 4), (2, 4), 0, True),
+        ((2, 3, 2, 4), (1, 3, 2, 4), 0, True),
+        ((2, 4), (2, 4), 1, False),  # off 16 bytes
+        ((2, 3, 2, 4), (1, 3, 1, 4), 0, False),  # four batch axes, and a tensor map has three
+    ],
+)
+def test_whether_results_can_join_others_is_known_before(
+    monkeypatch, batch_q, batch_k, first, joins
+):
+    """Where the copy engine of Hopper cannot load an operand, no kernel joins them."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cuflash._launch import run
+    from support.host_device import on_device
+    from support.recorded_launches import recorded_launches
+
+    monkeypatch.setattr(run, "runtime", SimpleNamespace(getDevice=lambda: 0))
+    shape = (*batch_q, 99, 64)
+    with recorded_launches() as (library, launched):
+        room = library.empty(math.prod(shape) + 16, np.uint16)
+        aligned = -room.data.ptr % 16 // 2
+        q = room[aligned + first :][: math.prod(shape)].view(bfloat16).reshape(shape)
+        k = library.empty((*batch_k, 333, 64), bfloat16)
+        so_far = on_device(np.zeros(shape, np.float32))
+        lse = on_device(np.zeros(shape[:-1], np.float32))
+        problem, options = describe(q, k, k, cuflash.Options(), out=so_far), cuflash.Options()
+        assert run.joins_results(problem, (q, k, k), options) == joins
+        if joins:
+            run.forward(problem, (q, k, k), options, so_far, lse, so_far=so_far)
+            assert [(c.kernel, c.joins) for c in launched] == [("forward_sm90", True)]
+        else:
+            with pytest.raises(NoKernel):
+                run.forward(problem, (q, k, k), options, so_far, lse, so_far=so_far)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "head_dim", "nan_at"),
@@ -76,7 +117,7 @@ def test_results_join_those_over_other_keys(name, head_dim, nan_at):
     lse = _cupy().full(q.shape[:-1], np.nan, np.float32)
     parts = (q, k[:, :CUT], v[:, :CUT]), (q, k[:, CUT:], v[:, CUT:])
     run_forward(describe(*parts[0], first, out=so_far), parts[0], first, so_far, lse)
-    if not launch().joins_results(describe(*parts[1], then, out=so_far), then):
+    if not launch().joins_results(describe(*parts[1], then, out=so_far), parts[1], then):
         pytest.skip("the kernel of this device does not join results")
     out, own = _cupy().full_like(q, np.nan), lse.copy()
     for target, its_lse in ((out, own), (so_far, lse)):

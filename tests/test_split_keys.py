@@ -15,6 +15,7 @@ import cuflash
 from cuflash import reference
 from cuflash._kernels import split_keys
 from cuflash._kernels.forward_sm80 import ForwardConfig
+from cuflash._kernels.forward_sm90 import ForwardSm90Config
 from cuflash._kernels.request import Request
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import describe
@@ -214,6 +215,18 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
     assert parts((2, 64), 1, 4096, kv_lengths=lengths // 100) == 0
     assert parts((1, 8), 512, 50_000) == 8
     assert parts((1, 8), 512, 4095) == 0  # queries are not few
+
+
+def test_a_tile_of_hopper_does_not_split_the_keys_of_packed_sequences() -> None:
+    """Where a call has it by ``config=``; the kernel that is chosen splits them."""
+    q, k = (np.empty((2, n, 64), np.float16) for n in (8, 8000))
+    ends = {"cu_seqlens_q": np.arange(9), "cu_seqlens_k": 1000 * np.arange(9)}
+    problem = describe_packed(q, k, k, cuflash.Options(), ends, axes=None, precision=None)
+    own = hardware.typical("sm_90")
+    assert choose(problem, own)[0].config.split_keys
+    (tile,) = ForwardSm90Config.chosen(Request(problem))
+    (step,) = choose(problem, own, override=tile)
+    assert (step.config.kernel, step.config.split_keys) == ("forward_sm90", False)
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])

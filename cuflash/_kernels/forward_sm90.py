@@ -141,7 +141,8 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         fields = wgmma.fields(cls, request, ROWS, _holding(request))
         problem = request.problem
-        if split_keys.wanted(request):
+        # Thread blocks draw the tiles of packed sequences: none has one part of one tile.
+        if split_keys.wanted(request) and problem.cu_seqlens_q is None:
             fields |= split_keys.fields(request)
         return (cls(**fields, sink=dtype_of(problem.sink), joins=problem.joins),)
 

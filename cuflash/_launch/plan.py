@@ -262,15 +262,34 @@ def _fill_strides(filled: Any, grid: Grid, layouts: Layouts, *, packed: bool) ->
 
 def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresses) -> Maps | None:
     """The tensor maps of a kernel; None where the copy engine cannot address an operand."""
+    found = map_layouts_of(problem, layouts, config)
+    if found is None:
+        return None
+    mapped = kernel_params.MAPPED if config.computes == "out" else kernel_params.BACKWARD_MAPPED
+    places = tuple(addresses[name] for name in mapped)
+    loaded = places[:-1] if getattr(config, "split_keys", False) else places
+    if any(place % tensor_map.ALIGNMENT for place in loaded):
+        return None
+    maps = Maps(found)
+    try:
+        maps.at(places)
+    except RuntimeError:  # the driver knows limits that it does not document
+        return None
+    return maps
+
+
+def map_layouts_of(
+    problem: Problem, layouts: Layouts, config: Any
+) -> tuple[tensor_map.MapLayout, ...] | None:
+    """What the tensor maps of a kernel hold; None where the copy engine cannot, at any address."""
     forward = config.computes == "out"
-    mapped = kernel_params.MAPPED if forward else kernel_params.BACKWARD_MAPPED
     operands, tiles, _, grid = _work_of(LaunchStep(config), problem, layouts)
     if grid.peeled or (forward and grid.num_owners * tiles > _INDEX_LIMIT):
         return None
     names = tuple(operands)
-    found: list[Any] = []
+    found: list[tensor_map.MapLayout] = []
     of_parts = getattr(config, "split_keys", False)
-    for name in mapped:
+    for name in kernel_params.MAPPED if forward else kernel_params.BACKWARD_MAPPED:
         columns = problem.head_dim if name in ("q", "k") else problem.head_dim_v
         rows, box = problem.seqlen_q, config.block_m
         if name not in _OF_QUERIES:
@@ -286,15 +305,10 @@ def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresse
             problem.dtype, (rows, own.row), (columns * wider, own.column // wider), batch,
             _STORED_ROWS if name == "out" else box,
         )  # fmt: skip
-        if layout is None or addresses[name] % tensor_map.ALIGNMENT:
+        if layout is None:
             return None
         found.append(layout)
-    maps = Maps(tuple(found))
-    try:
-        maps.at(tuple(addresses[name] for name in mapped))
-    except RuntimeError:  # the driver knows limits that it does not document
-        return None
-    return maps
+    return tuple(found)
 
 
 def keys_to_load(problem: Problem) -> int:

@@ -20,8 +20,15 @@ from cupy_backends.cuda.api import runtime
 from cuflash._arrays import Array, Triple, converted, refuse_capture, write_rounded
 from cuflash._errors import wrong_value
 from cuflash._kernels.config import KernelConfig
-from cuflash._launch import plan_cache, score_gradients, score_params
-from cuflash._launch.plan import maps_of, plan_steps, refuse_misaligned, row_layout, sums_of
+from cuflash._launch import plan_cache, score_gradients, score_params, tensor_map
+from cuflash._launch.plan import (
+    map_layouts_of,
+    maps_of,
+    plan_steps,
+    refuse_misaligned,
+    row_layout,
+    sums_of,
+)
 from cuflash._launch.plan_cache import Repeat
 from cuflash._launch.repeat import Plan, repeat
 from cuflash._launch.workspace import Workspace, statistics_bytes
@@ -243,15 +250,25 @@ def _first_entry(problem: Problem) -> dict[str, int]:
     return {"entry_number": problem.origin.entry} if problem.origin.entry else {}
 
 
-def joins_results(problem: Problem, options: Options) -> bool:
-    """Whether the kernel of a call can let its results join those over other keys."""
+def joins_results(problem: Problem, qkv: Triple, options: Options) -> bool:
+    """Whether the kernel of a call can let its results join those over other keys.
+
+    The arrays of results lie in C order, where any kernel can write.
+    """
     problem = changed(problem, formulas=formulas_of(options))
-    return _joins_results(problem, runtime.getDevice())
+    aligned = not any(a.data.ptr % tensor_map.ALIGNMENT for a in qkv)
+    return _joins_results(problem, runtime.getDevice(), aligned)
 
 
 @functools.lru_cache(maxsize=1024)
-def _joins_results(problem: Problem, device: int) -> bool:
-    steps = choose(problem, hardware.of_device(device))
+def _joins_results(problem: Problem, device: int, aligned: bool) -> bool:
+    layouts = layouts_of(problem, {"out": problem.out})
+
+    def has_maps(_problem: Problem, _layouts: Mapping[str, Layout], config: KernelConfig) -> bool:
+        # Of each entry by itself: those that join are not packed into one (``pack_gqa.py``).
+        return aligned and map_layouts_of(problem, layouts, config) is not None
+
+    steps = choose(problem, hardware.of_device(device), Access(layouts, has_maps))
     (config,) = (step.config for step in steps if step.config.computes == "out")
     return bool(config.joins_results and not getattr(config, "split_keys", False))
 

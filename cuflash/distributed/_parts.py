@@ -152,9 +152,9 @@ class Parts:
         """Whether the kernel of a block joins its result with what is there."""
         if not is_cupy(so_far):
             return False
-        options = self._options_of(block)
-        problem = describe(*_of_block(block, *qkv), options, precision=self.precision, out=so_far)
-        return bool(launch().joins_results(problem, options))
+        options, qkv = self._options_of(block), _of_block(block, *qkv)
+        problem = describe(*qkv, options, precision=self.precision, out=so_far)
+        return bool(launch().joins_results(problem, qkv, options))
 
     def backward(
         self,

@@ -17,11 +17,13 @@ CUFLASH_DEVICE void clear_unowned_rows(const ForwardSm90Params& params) {
               rank = static_cast<int>(i - int64_t(owner) * rows);
     const int row = rank < begin ? rank : rank - begin + end;
     const BatchIndex entry(params.batch, owner);
-    auto* out = static_cast<Storage<Config::out_dtype>*>(params.out) +
-                entry * params.out_layout.batch + row * params.out_layout.row;
+    using Value = Storage<Config::out_dtype>;
+    Value* out = static_cast<Value*>(params.out) + entry * params.out_layout.batch +
+                 row * params.out_layout.row;
     float* lse = params.lse + entry * params.lse_layout.batch + row * params.lse_layout.row;
     if (8 * lane < params.head_dim_v) {
-      *reinterpret_cast<uint4*>(out + 8 * lane) = make_uint4(0, 0, 0, 0);
+      uint4* const eight = reinterpret_cast<uint4*>(out + 8 * lane);  // columns: 16 or 32 bytes
+      unrolled<8 * sizeof(Value) / 16>([&](int i) { eight[i] = make_uint4(0, 0, 0, 0); });
     }
     if (lane == 0 && params.lse != nullptr) *lse = -infinity();
     __syncwarp();
