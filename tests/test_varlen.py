@@ -442,6 +442,22 @@ def test_what_a_call_on_a_gpu_checks(option, value, message):
         describe_packed(q, k, v, options, ends, axes=None, precision=None)
 
 
+def test_no_sequence_is_longer_on_a_gpu_than_what_its_arrays_hold():
+    """Wherever it ends: kernels read nothing beyond a bias, a mask, or segments."""
+    _, q, k, v, ends_q, ends_k = drawn(3, (5, 6), (7, 3), 0)
+    ends = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k}
+    for own, limits in (
+        ({}, (14, 12)),
+        ({"bias": np.zeros((2, 1, 6, 1))}, (6, 12)),
+        ({"bias": np.zeros((6, 8)), "mask": np.ones((7, 7), bool)}, (6, 7)),
+        ({"segment_ids": (np.zeros(9, int), np.zeros(20, int))}, (9, 12)),
+        ({"mask": np.ones((9, 9), bool), "q_lengths": 4}, (4, 9)),
+    ):
+        options = cuflash.Options(enable_gqa=True, **own)
+        found = describe_packed(q, k, v, options, ends, axes=None, precision=None)
+        assert (found.q_length_value, found.kv_length_value) == limits
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
