@@ -180,6 +180,42 @@ def test_a_limit_lasts_from_the_first_call_to_the_end_of_the_last(caller_ends_fi
         for thread, left in ((first, one), (last, before)):
             leave() if thread is None else thread.submit(leave).result()
             assert numbers_of_threads() == left
+        assert another.submit(limited_to, 3).result() == [3] * len(before)
+
+
+def limited_to(number):
+    with threadpool_limits(number):
+        return numbers_of_threads()
+
+
+class OfEachThread(threading.local):
+    """A BLAS of which each thread has a number of its own."""
+
+    number = 4
+
+    def __init__(self, threading_layer, *check_symbols):
+        self.threading_layer, self.check_symbols = threading_layer, check_symbols
+
+    def get_num_threads(self):
+        return self.number
+
+    def set_num_threads(self, number):
+        self.number = number
+
+
+@pytest.mark.parametrize("blas", [("openmp",), ("intel", "MKL_Set_Num_Threads_Local")], ids=str)
+def test_a_number_of_each_thread_is_given_back_by_each(blas, monkeypatch):
+    """A call that is not the last ends, and its thread has its number again."""
+    own = OfEachThread(*blas)
+    monkeypatch.setattr(cores, "_libraries", lambda: [own])
+    limit = cores._Limit()
+    with ThreadPoolExecutor(1) as another:
+        with limit:
+            another.submit(limit.__enter__).result()
+            assert (own.number, another.submit(own.get_num_threads).result()) == (1, 1)
+        assert (own.number, another.submit(own.get_num_threads).result()) == (4, 1)
+        another.submit(limit.__exit__).result()
+        assert (own.number, another.submit(own.get_num_threads).result()) == (4, 4)
 
 
 @needs_blas

@@ -52,7 +52,7 @@ class _Limit:
             self.restore(every=not self._calls)
 
     def restore(self, *, every: bool) -> None:
-        """Give back the numbers of all threads, or what OpenMP keeps for this thread."""
+        """Give back the numbers of all threads, or what OpenMP or MKL keeps for this thread."""
         for blas, threads in self._before:
             if every or _of_each_thread(blas):
                 _set_threads(blas, threads)
@@ -67,8 +67,9 @@ def _set_threads(blas: Any, number: int) -> None:
 
 
 def _of_each_thread(blas: Any) -> bool:
-    """Whether each thread has a number of its own."""
-    return bool(blas.threading_layer == "openmp")
+    """Whether each thread has a number of its own: MKL since threadpoolctl asks for that."""
+    own: bool = "MKL_Set_Num_Threads_Local" in blas.check_symbols
+    return own or bool(blas.threading_layer == "openmp")
 
 
 @functools.cache
