@@ -290,6 +290,7 @@ def test_scales_are_options() -> None:
     array = powers_of_two((3, 1, 1), 0)
     options = Options(q_scale=2, k_scale=array)
     assert options == Options(q_scale=2.0, k_scale=array)
+    assert options == Options(q_scale=np.array(2.0), k_scale=array)
     assert options != Options(q_scale=2.0, k_scale=array.copy())
     assert hash(options) == hash(Options(q_scale=2.0, k_scale=array.copy()))
     assert hash(options) != hash(Options(q_scale=2.0))

@@ -77,10 +77,13 @@ def test_scales_have_the_shape_that_options_take(per: Any, shape: tuple[int, ...
     assert (abs(dequantized(array, scale) - x) <= np.maximum(2.0**-4 * abs(x), 64)).all()
     out = cuflash.attention(array, array, array, q_scale=scale, k_scale=scale, v_scale=scale)
     assert out.shape == x.shape
+    turned = cuflash.quantize(x, per=per, rotation=3)
     for axes in ((-3, -1), (-1, 0), (0, 1), (1, 2)):
-        moved, same = cuflash.quantize(np.moveaxis(x, (-2, -1), axes), per=per, axes=axes)
-        assert bits(np.moveaxis(moved, axes, (-2, -1))) == bits(array)
-        assert bits(same) == bits(scale)
+        there = np.moveaxis(x, (-2, -1), axes)
+        for made, rotation in (((array, scale), None), (turned, 3)):
+            moved, same = cuflash.quantize(there, per=per, axes=axes, rotation=rotation)
+            assert bits(np.moveaxis(moved, axes, (-2, -1))) == bits(made[0])
+            assert bits(same) == bits(made[1])
 
 
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
@@ -105,8 +108,13 @@ def test_a_rotation_keeps_products(d: int) -> None:
     plain = dequantized(*cuflash.quantize(x)) @ dequantized(*cuflash.quantize(y)).T
     error, without = (np.sqrt(((p - x @ y.T) ** 2).mean()) for p in (turned, plain))
     assert error < 1.2 * without
-    other = dequantized(*cuflash.quantize(y, rotation=6))
-    assert d == 1 or np.sqrt(((dequantized(*a) @ other.T - x @ y.T) ** 2).mean()) > 5 * error
+    for seed in (6, 5 + 2**32):
+        other = dequantized(*cuflash.quantize(y, rotation=seed))
+        assert d == 1 or np.sqrt(((dequantized(*a) @ other.T - x @ y.T) ** 2).mean()) > 5 * error
+    for dtype in (np.float16, BF16):
+        narrow = x.astype(dtype)
+        ours, theirs = (cuflash.quantize(z, rotation=5) for z in (narrow, narrow.astype(float)))
+        assert bits(ours.array) == bits(theirs.array)
 
 
 def test_what_quantize_refuses() -> None:
@@ -125,6 +133,8 @@ def test_what_quantize_refuses() -> None:
             cuflash.quantize(x, **keywords)
     with pytest.raises(TypeError, match="x: got dtype int64"):
         cuflash.quantize(x.astype(int))
+    with pytest.raises(ValueError, match=r"expected axes shorter than 2\^29"):
+        cuflash.quantize(np.broadcast_to(np.float32(1), (2**29, 1)))
 
 
 @pytest.mark.parametrize("rotation", [None, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import find, given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import NoSuchExample
 
 import cuflash
 from cuflash._errors import pip_install
@@ -24,8 +26,11 @@ from cuflash.testing import (
     make_call,
     options,
 )
+from cuflash.testing._families import OF_EVERY_DTYPE
 
 ROOT = Path(__file__).resolve().parents[1]
+DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
+WITH_GRADIENT = ("bias", "alibi_slopes", "sink", "scale")
 SHAPES = ((2, 3, 40, 8), (2, 3, 48, 8), (2, 3, 48, 6))
 
 
@@ -45,12 +50,12 @@ def check(call: Call, result: Any, gradients: cuflash.Gradients | None = None) -
 
 
 @settings(max_examples=30)
-@given(calls(gradients=("bias", "alibi_slopes", "sink", "scale")))
+@given(calls(gradients=WITH_GRADIENT))
 def test_the_library_is_close(call):
     check(call, *backward(call))
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_mistake_in_one_element_is_noticed(dtype):
     call = make_call("normal", 0, dtype, *SHAPES)
     (out, lse), gradients = backward(call)
@@ -77,8 +82,8 @@ def test_another_mask_is_noticed():
 
 def test_axes_options_and_precision():
     call = make_call("normal", 0, "float32", *SHAPES)
-    q, k, v = (np.moveaxis(a, -2, -3) for a in call.qkv)
-    axes = [(-3, -1)] * 4
+    axes = [(-3, -1), (-1, 0), (-2, -1), (0, 1)]
+    q, k, v = (np.moveaxis(a, (-2, -1), own) for a, own in zip(call.qkv, axes, strict=False))
     given = cuflash.Options(causal=True, mask=np.tri(40, 48, 10, dtype=bool))
     result, pullback = cuflash.attention_vjp(q, k, v, axes=axes, options=given, return_lse=True)
     dout = np.ones_like(result.out)
@@ -89,6 +94,33 @@ def test_axes_options_and_precision():
     assert_attention_close(rounded, q, k, v, precision="tf32", **same)
     with pytest.raises(AssertionError):
         assert_attention_close(rounded, q, k, v, **same)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(np.float16,) * 3, (np.float32, np.float32, np.float64)], ids=str
+)
+def test_products_of_tf32_are_those_of_float32(dtypes):
+    """No other dtype has them: its budget stays as it is."""
+    call = make_call("normal", 0, dtypes, *SHAPES)
+    out = cuflash.attention(*call.qkv).astype(np.float64)
+    assert_attention_close(out, *call.qkv, precision="tf32")
+    with pytest.raises(AssertionError):
+        assert_attention_close(out * (1 + 2.0**-9), *call.qkv, precision="tf32")
+
+
+def test_gradients_are_those_of_the_out_that_is_given():
+    """Of values with a common part the roundings of out decide dq: none in an out of float32."""
+    call = make_call("normal", 0, "bfloat16", (2, 128, 32), (2, 128, 32), (2, 128, 32))
+    call = call.but(v=(call.v + 100).astype(call.dtype))
+    out = np.empty(call.v.shape, np.float32)
+    lse = cuflash.attention(*call.qkv, return_lse=True, out=(out, np.empty((2, 128), np.float32)))[
+        1
+    ]
+    rounded = out.astype(call.dtype)
+    for own, given_ in ((rounded, rounded), (out, out)):
+        check(call, (own, lse), cuflash.attention_backward(call.dout, *call.qkv, given_, lse))
+    with pytest.raises(AssertionError, match=r"R[12]: .*d[qk]"):
+        check(call, (out, lse), cuflash.attention_backward(call.dout, *call.qkv, rounded, lse))
 
 
 def test_wrong_arguments_are_named():
@@ -108,6 +140,8 @@ def test_wrong_arguments_are_named():
         assert_attention_close(result, *call.qkv, mask=np.ones((2, 40, 48), bool))
     with pytest.raises(ValueError, match=r"^dout: got shape"):
         assert_attention_close(result, *call.qkv, gradients=gradients, dout=call.dout[0])
+    with pytest.raises(ValueError, match=r"^dlse: got shape \(3, 40\)"):
+        assert_attention_close(result, *call.qkv, dlse=result.lse[0])
     with pytest.raises(TypeError, match=r"^actual: got a tuple of 3, expected out, or a pair"):
         assert_attention_close((*result, 0), *call.qkv)
     with pytest.raises(TypeError, match=r"^actual: got dtype complex64"):
@@ -136,6 +170,23 @@ def test_wrong_arguments_are_named():
         (lambda: options((4, 2), (4, 2), names=("casual",)), "names: got 'casual'"),
         (lambda: options((4, 2), (4, 2), dtype="f4"), "dtype: got 'f4'"),
         (lambda: arrays(*SHAPES, families=("flat",)), "families: got 'flat'"),
+        (lambda: arrays(*SHAPES, families=()), r"families: got \(\), expected at least one"),
+        (lambda: arrays((5,), (7, 8), (7, 8)), r"q: got \(5,\), expected a tuple of ints from 0"),
+        (lambda: arrays((2, 5, 0), (2, 7, 0), (2, 7, 3)), "q: got .*a head_dim of at least 1"),
+        (lambda: arrays((2, 5, 8), (3, 7, 8), (7, 8)), "q, k, v: got .*batch axes that broadcast"),
+        (lambda: arrays(*SHAPES, xp="cupy"), "xp: got 'cupy', expected the module numpy or cupy"),
+        (lambda: options((4, 2), (4, 2), names=None), "names: got None"),
+        (lambda: calls(seqlens=64), "seqlens: got 64, expected a tuple of what is drawn"),
+        (lambda: calls(seqlens=()), r"seqlens: got \(\), expected at least one"),
+        (lambda: calls(head_dims=(0,)), "head_dims: got 0, expected ints from 1 to"),
+        (lambda: calls(values_dims=(2.0,)), "values_dims: got 2.0, expected ints from 0 to"),
+        (lambda: calls(group_sizes=(2**70,)), "group_sizes: got 1180591620717411303424, expected"),
+        (lambda: calls(batches=(2, 3)), "batches: got 2, expected shapes of batches, tuples of"),
+        (lambda: calls(batches=[(-1,)]), r"batches: got \(-1,\)"),
+        (lambda: calls(option_sets=iter([()])), "option_sets: got <list_iterator"),
+        (lambda: calls(dtypes=(["float32"],)), r"dtypes: got \['float32'\], expected a tuple of"),
+        (lambda: calls(broadcast="no"), "broadcast: got 'no', expected True or False"),
+        (lambda: calls(mixed_dtypes=None), "mixed_dtypes: got None, expected True or False"),
     ],
 )
 def test_names_that_could_not_be_drawn_are_refused(strategy, message):
@@ -172,9 +223,118 @@ def test_only_what_is_named_is_drawn(call):
     assert call.wrt == ("q", "k", "v")
 
 
+@given(options((2, 3, 5, 8), (2, 3, 7, 8), names=("causal", "mask")))
+def test_only_options_that_are_named_are_drawn(drawn):
+    assert drawn == cuflash.Options(causal=drawn.causal, mask=drawn.mask)
+
+
+@given(calls(options=(), broadcast=False), calls(options=(), mixed_dtypes=False))
+def test_what_is_forbidden_is_not_drawn(whole, of_one_dtype):
+    assert whole.k.shape[:-2] == whole.v.shape[:-2]
+    assert whole.q.shape[:-3] == whole.k.shape[:-3]
+    assert len(whole.q.shape) == len(whole.k.shape)
+    assert not {DTYPES[0], DTYPES[1]} <= {a.dtype.type for a in whole.qkv}
+    assert len({a.dtype for a in of_one_dtype.qkv}) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_of_arrays_is_drawn(dtype):
+    assert find(arrays(*SHAPES), lambda qkv: qkv[0].dtype == dtype)[2].dtype == dtype
+
+
+def has(name: str, holds: Any = lambda _: True) -> Any:
+    """Whether a call has an option of which something holds."""
+    return lambda call: name in call.options and bool(holds(call.options[name]))
+
+
+def core_of(name: str, rows: bool, keys: bool) -> Any:
+    """Whether an option has one element for all rows, or for all keys, of many."""
+
+    def holds(call: Call) -> bool:
+        full = (call.q.shape[-2], call.k.shape[-2])
+        own = (full[0] if rows else 1, full[1] if keys else 1)
+        return name in call.options and min(full) > 1 and call.options[name].shape[-2:] == own
+
+    return holds
+
+
+def of_all_rows(call: Call) -> bool:
+    """Whether an array of lengths has one that hides no row."""
+    lengths = call.options.get("q_lengths")
+    return isinstance(lengths, np.ndarray) and 0 < lengths.max(initial=0) == call.q.shape[-2]
+
+
+CORES = [(rows, keys) for rows in (True, False) for keys in (True, False)]
+COUNTS = ("offset", "q_lengths", "kv_lengths")
+#: What a strategy that draws every call has to reach.
+DRAWN: dict[str, Any] = {
+    **{f"family {name}": lambda c, n=name: c.origin.startswith(f"{n},") for name in OF_EVERY_DTYPE},
+    **{str(np.dtype(t)): lambda c, t=t: c.dtype == t for t in DTYPES},
+    **{f"gradient of {n}": lambda c, n=n: n in c.wrt for n in WITH_GRADIENT},
+    **{f"{n} {core}": core_of(n, *core) for n in ("bias", "mask") for core in CORES},
+    **{f"number {n}": has(n, lambda x: isinstance(x, int)) for n in COUNTS},
+    **{f"numbers {n}": has(n, lambda x: np.unique(x).size > 1) for n in COUNTS},
+    **{f"{n} in another dtype": lambda c, n=n: n in c.options and c.options[n].dtype != np.float32
+       for n in ("bias", "alibi_slopes", "sink")},
+    "dtypes of their own": lambda c: len({a.dtype for a in c.qkv}) > 1,
+    "grouped heads": lambda c: c.group_size > 1,
+    "an axis missing": lambda c: c.k.ndim < len(c.batch) + 2,
+    "an axis of one": lambda c: any(n == 1 < m for n, m in zip(c.v.shape[::-1], c.q.shape[::-1],
+                                                               strict=False)),
+    "no queries": lambda c: c.q.shape[-2] == 0,
+    "no keys": lambda c: c.k.shape[-2] == 0,
+    "no values": lambda c: c.v.shape[-1] == 0,
+    "no entries": lambda c: 0 in c.batch,
+    "dlse": lambda c: c.dlse is not None and c.dlse.size,
+    "no dlse": lambda c: c.dlse is None,
+    "causal": has("causal", lambda x: x is True),
+    "top left": has("causal", lambda x: x == "top_left"),
+    "offset below 0": has("offset", lambda x: np.min(x, initial=0) < 0),
+    "window without a side": has("window", lambda x: (x[0] is None) != (x[1] is None)),
+    "window of one key": has("window", lambda x: x == (0, 0)),
+    "no length": has("kv_lengths", lambda x: np.min(x, initial=1) == 0),
+    "lengths of all rows": of_all_rows,
+    "hidden by a bias": has("bias", lambda x: np.isneginf(x).any()),
+    "negative scale": has("scale", lambda x: x < 0),
+    "softcap": has("softcap"),
+    "several segments": has("segment_ids", lambda x: all(np.unique(i).size > 1 for i in x)),
+    "all dropped": has("dropout", lambda x: x == 1),
+    "some dropped": has("dropout", lambda x: 0 < x < 1),
+    "sink": has("sink"),
+}  # fmt: skip
+
+
+def test_every_kind_of_call_is_drawn():
+    """What a strategy no longer reaches would be tested by nobody."""
+    missing = dict(DRAWN)
+
+    def all_reached(call: Call) -> bool:
+        for name in [name for name, holds in missing.items() if holds(call)]:
+            del missing[name]
+        return not missing
+
+    generated = settings(
+        max_examples=1500, derandomize=True, database=None, phases=[Phase.generate]
+    )
+    with contextlib.suppress(NoSuchExample):
+        find(calls(gradients=WITH_GRADIENT), all_reached, settings=generated)
+    assert not missing
+
+
 def test_what_would_test_nothing_raises():
     with pytest.raises(ValueError, match="family: got 'nope', expected one of uniform, "):
         make_call("nope", 0, "float32", *SHAPES)
+    for wrong, message in (
+        ({"family": ["normal"]}, r"family: got \['normal'\]"),
+        ({"seed": None}, "seed: got None, expected an int from 0"),
+        ({"dtype": "f3"}, "dtype: got 'f3', expected a floating dtype, or a tuple of three"),
+        ({"dtype": int}, "dtype: got int64, expected a floating dtype"),
+        ({"dtype": ("float32", "float32")}, "dtype: got .*, expected a floating dtype"),
+        ({"options": ("causal",)}, "options: got tuple, expected a mapping, the keywords of"),
+    ):
+        given = {"family": "normal", "seed": 0, "dtype": "float32"} | wrong
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            make_call(**given, **dict(zip("qkv", SHAPES, strict=True)))
     call = make_call("normal", 0, "float32", *SHAPES)
     out = cuflash.attention(call.q, call.k, call.v)
     with pytest.raises(ValueError, match="gradients: got no gradient"):
@@ -198,6 +358,54 @@ def test_families_are_finite_and_of_their_shapes(family):
     call = make_call(family, 0, "float32", *SHAPES)
     assert [a.shape for a in (*call.qkv, call.dout)] == [*SHAPES, (2, 3, 40, 6)]
     assert all(np.isfinite(a).all() for a in call.qkv)
+
+
+def spread(call: Call) -> list[float]:
+    return [float(a.std()) for a in call.qkv]
+
+
+def scores(call: Call) -> np.ndarray:
+    return call.q @ call.k.swapaxes(-1, -2) / np.sqrt(call.q.shape[-1])
+
+
+def between(low: float, high: float, *, dout: bool) -> Any:
+    def holds(call: Call) -> bool:
+        arrays = call.qkv + (call.dout,) * dout
+        return all(low <= a.min() < a.max() < high for a in arrays)
+
+    return holds
+
+
+def near(logit: float) -> Any:
+    return lambda call: abs(np.median(scores(call)) / logit - 1) < 0.1 and spread(call)[2] > 0.9
+
+
+#: What each family is said to be.
+CLAIMS: dict[str, Any] = {
+    "uniform": between(0, 1, dout=False),
+    "normal": lambda c: np.allclose(spread(c), 1, atol=0.1),
+    "normal_times_3": lambda c: np.allclose(spread(c), 3, atol=0.3),
+    "one_hot": lambda c: np.median(cuflash.reference.weights(c.q, c.k, rows=[0]).max(-1)) > 0.99,
+    "constant_rows": lambda c: np.ptp(scores(c), -1).max() < 1e-12 < np.ptp(c.v, -2).min(),
+    "sparse_integers": lambda c: all(
+        set(np.unique(a)) == {-2, -1, 0, 1, 2} and 0.8 < (a == 0).mean() < 0.9 for a in c.qkv
+    ),
+    "outliers": lambda c: all(2e-4 < (abs(a) > 6).mean() < 2e-3 for a in c.qkv),
+    "lse_minus_120": near(-120),
+    "lse_minus_60000": near(-60000),
+    "lse_plus_200": near(200),
+    "one_sign": between(0, 1, dout=True),
+    "one_sign_near_1": between(1, 1.1, dout=True),
+    "one_sign_near_100": between(100, 101, dout=True),
+    "one_sign_small": between(0, 1e-3, dout=True),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_what_they_are_said_to_be(family):
+    call = make_call(family, 0, "float64", (3, 200, 64), (3, 300, 64), (3, 300, 64))
+    assert CLAIMS[family](call)
+    assert (call.dout.min() < -1 and call.dout.max() > 1) or family.startswith("one_sign")
 
 
 PROGRAM = """
