@@ -19,7 +19,7 @@ extern "C" __global__ void cuflash_ring(const cuflash::RingParams& params) {
     host::late_warp = params.late_warp, host::late_by = params.late_by, host::stuck = false;
     barriers.init();
   }
-  __syncthreads();
+  __syncthreads();  // the barriers are there
   Ring<Config::num_stages> ring;
   for (int block = 0; block < params.blocks; ++block, ring.advance()) {
     if (warp_index() < 4) {
