@@ -201,9 +201,7 @@ def in_order(array: np.ndarray, pair: tuple[int, int]) -> np.ndarray:
 
 @pytest.mark.parametrize("functions", [cuflash, reference], ids=["cuflash", "reference"])
 def test_axes_belong_to_the_elements_and_not_to_scales(functions: Any) -> None:
-    batch = (2, 3)
-    q, k, v = (of_8_bits((*batch, 40, 16), i) for i in range(3))
-    dout = of_8_bits((*batch, 40, 16), 3, E5M2)
+    q, k, v, dout = (of_8_bits((2, 3, 40, 16), i) for i in range(4))
     there = [np.moveaxis(a, (-2, -1), pair) for a, pair in zip((q, k, v), AXES, strict=False)]
     dout_there = np.moveaxis(dout, (-2, -1), AXES[3])
     own = {"q_scale": powers_of_two((2, 3, 5, 1), 1), "k_scale": powers_of_two((3, 1, 1), 2)}
@@ -268,7 +266,9 @@ def test_a_workspace_is_that_of_dequantised_arrays() -> None:
             assert (ours.dtype, ours.shape, ours.strides) == (
                 theirs.dtype, theirs.shape, theirs.strides,
             )  # fmt: skip
-    assert cuflash.workspace_size(q, k, v, q_scale=2.0, backward=True) == 0
+    for kind in (E4M3, E5M2):
+        of_kind = [a.view(kind) for a in (q, k, v)]
+        assert cuflash.workspace_size(*of_kind, q_scale=2.0, backward=True) == 0
 
 
 def test_scales_for_kernels() -> None:
@@ -413,7 +413,7 @@ def test_gradients_on_a_gpu(cupy: Any, out: Any) -> None:
     grads = cuflash.attention_backward(on_gpu(cupy, dout), *there, *results, **moved)
     assert {g.dtype for g in grads} == {np.dtype(out)}
     assert_attention_close(
-        (on_host(results[0]), results[1].get()), q, k, v, dout=dout.astype(out),
+        (on_host(results[0]), results[1].get()), *there, dout=on_gpu(cupy, dout),
         gradients=cuflash.Gradients(*(on_host(g) for g in grads)), **own,
     )  # fmt: skip
 
