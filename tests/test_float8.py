@@ -7,6 +7,7 @@ import pickle
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -93,11 +94,19 @@ def test_the_definition_of_a_gradient_is_that_of_dequantised_arrays() -> None:
 
 def test_results_of_another_library_are_close_in_their_own_dtype() -> None:
     """bfloat16 where it has, and otherwise no less exact than float32."""
-    q, k, v = (of_8_bits((2, 70, 16), i) for i in range(3))
+    q, k, v, dout = (of_8_bits((2, 160, 16), i) for i in range(4))
     own = {"q_scale": 0.5, "v_scale": powers_of_two((2, 3, 1), 1)}
     exact = reference.attention(q, k, v, return_lse=True, **own)
+    gradients = reference.attention_backward(dout, q, k, v, **own)
     for dtype in (*RESULTS, np.float64):
-        assert_attention_close((exact.out.astype(dtype), exact.lse), q, k, v, **own)
+        result = (exact.out.astype(dtype), exact.lse)
+        rounded = cuflash.Gradients(*(g.astype(dtype) for g in gradients))
+        given_ = {"gradients": rounded, "dout": dout, **own}
+        assert_attention_close(result, q, k, v, **given_)
+        eps = float(ml_dtypes.finfo(BF16 if dtype == BF16 else np.float16).eps)
+        rounded.dv[...] = rounded.dv.astype(float) * (1 + 4 * eps)
+        with pytest.raises(AssertionError, match="dv"):
+            assert_attention_close(result, q, k, v, **given_)
     with pytest.raises(AssertionError):
         assert_attention_close(exact.out * 1.2, q, k, v, **own)
 
