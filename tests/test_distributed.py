@@ -15,8 +15,6 @@ from ml_dtypes import bfloat16
 import cuflash
 from cuflash import distributed, reference
 from cuflash._problem.option_table import FIELDS
-from cuflash.distributed._blocks import Bounds, blocks_of
-from cuflash.distributed._communicator import Compute, Exchange, Wait, drive
 from cuflash.distributed._layout import LAYOUTS, chunks_of, rows_of
 from cuflash.distributed._traffic import Extents, candidates
 from cuflash.testing._budget import Budget
@@ -52,13 +50,15 @@ OPTIONS: dict[str, Any] = {
     "causal": lambda rng, m, n: {"causal": True},
     "top left": lambda rng, m, n: {"causal": "top_left", "softcap": 2.0, "scale": 0.3},
     "window": lambda rng, m, n: {"window": (7, 2), "sink": rng.standard_normal(HEADS)},
+    "one offset": lambda rng, m, n: {"causal": True, "offset": 3},
     "offsets": lambda rng, m, n: {
         "window": (5, None), "offset": rng.integers(-9, 9, (BATCH, 1)), "causal": True,
         "alibi_slopes": rng.random(HEADS),
     },
     "lengths": lambda rng, m, n: {
-        "causal": True, "q_lengths": rng.integers(0, m + 1, (BATCH, 1)),
-        "kv_lengths": rng.integers(0, n + 1, (BATCH, 1)), "sink": rng.standard_normal(HEADS),
+        "causal": True, "q_lengths": rng.integers(0, m + 1, (BATCH, 1), np.uint64),
+        "kv_lengths": rng.integers(0, n + 1, (BATCH, 1), np.uint8),
+        "sink": rng.standard_normal(HEADS),
     },
     "no axes": lambda rng, m, n: {"sink": np.array(0.5), "alibi_slopes": np.array(0.25)},
     "one length": lambda rng, m, n: {"causal": True, "q_lengths": m - 1, "kv_lengths": n // 2},
@@ -73,7 +73,7 @@ OPTIONS: dict[str, Any] = {
     "dropout": lambda rng, m, n: {"dropout": 0.3, "seed": 5, "causal": True},
     "formulas": lambda rng, m, n: formulas(),
 }  # fmt: skip
-EXTENTS = ((13, 22), (3, 5), (150, 140))
+EXTENTS = ((13, 22), (3, 5), (150, 140), (40, 40))
 
 
 def cannot(method, name):
@@ -92,7 +92,7 @@ def test_every_option_has_the_meaning_of_one_gpu(method, name):
         dlse = rng.standard_normal(q.shape[:-1])
         truth = reference.attention(q, k, v, return_lse=True, **options)
         right = reference.attention_backward(dout, q, k, v, dlse=dlse, wrt=wrt, **options)
-        shards = Shards(4, LAYOUTS[(number + len(name)) % 2], method)
+        shards = Shards(4, LAYOUTS[(number // 3 + len(name)) % 2], method)
         results = shards.forward(q, k, v, **options)
         found = shards.gradients(dout, q, k, v, results, wrt, dlse, **options)
         np.testing.assert_allclose(shards.whole([r.out for r in results]), truth.out, atol=1e-12)
@@ -302,22 +302,6 @@ def test_a_call_that_all_ranks_made_before_is_known_by_a_number(monkeypatch):
         assert len(told) == before + 3
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_zigzag_gives_all_ranks_equal_causal_work(size):
-    bounds = Bounds(None, 0, 0, alone=True)
-
-    def work(layout):
-        held = chunks_of(64 * size, size, layout)
-        return [sum(b.pairs for own in held for b in blocks_of(held[rank], own, bounds))
-                for rank in range(size)]  # fmt: skip
-
-    assert len(set(work("zigzag"))) == 1
-    contiguous = work("contiguous")
-    assert max(contiguous) / np.mean(contiguous) == pytest.approx(2 - 1 / size)
-    held = chunks_of(64 * size, size, "zigzag")
-    assert all(len(blocks_of(held[0], own, bounds)) == 1 for own in held)  # one launch a step
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("length", [0, 1, 5, 64, 100, 1000])
 @pytest.mark.parametrize("size", [1, 2, 3, 16])
@@ -402,48 +386,3 @@ def test_ranks_that_make_different_calls():
     with pytest.raises(TypeError, match="mpi: got None, expected a communicator of mpi4py"):
         distributed.from_mpi(None)
     assert comm.sent == Counter()
-
-
-def racing(rank, size):
-    a, b = np.ones(4), np.empty(4)
-    ticket = yield Exchange((((rank + 1) % size, a),), (((rank - 1) % size, b),))
-    a += 1
-    yield Wait(ticket)
-
-
-def stale(rank, size):
-    b = np.empty(4)
-    sends = (((rank + 1) % size, np.ones(4)),)
-    ticket = yield Exchange(sends, (((rank - 1) % size, b),))
-    early = yield Compute(lambda: float(b.sum()))
-    yield Wait(ticket)
-    return early, float(b.sum())
-
-
-def uneven(rank, size):
-    if rank == 1:
-        return
-    yield Exchange((), ())
-
-
-def unanswered(rank, size):
-    receives = ((0, np.empty(2)),) if rank == 1 else ()
-    ticket = yield Exchange((), receives)
-    yield Wait(ticket)
-
-
-def test_the_simulator_notices_what_would_race_or_hang():
-    comm = distributed.simulated(3)
-
-    def run(schedule):
-        return drive(comm, {rank: schedule(rank, 3) for rank in comm.ranks})
-
-    with pytest.raises(distributed.CommunicationError, match="rank 0 changed what it was sending"):
-        run(racing)
-    assert all(np.isnan(early) and late == 4 for early, late in run(stale).values())
-    with pytest.raises(distributed.CommunicationError, match="rank 1 at the end") as found:
-        run(uneven)
-    assert "none can go on" in str(found.value)
-    with pytest.raises(distributed.CommunicationError, match="rank 1 waits for rank 0") as found:
-        run(unanswered)
-    assert found.value.rank == 0

@@ -1,13 +1,15 @@
-"""Does explain tell what a sharded call would do, and name what it cannot tell?"""
+"""Which method is chosen, and does explain tell what a call would do, and what it cannot tell?"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cuflash import distributed
+from cuflash.distributed._traffic import Extents, chosen
 
 SHAPE = (8, 64, 16)
 
@@ -43,6 +45,16 @@ def test_ranks_of_one_host_are_explained_as_such():
     assert "several hosts" in last(ranks_per_host=2)
 
 
+@pytest.mark.parametrize(("rows", "most"), [(64, 16), (65, 17), (144, 48), (2, 2)])
+def test_the_most_queries_of_a_rank(rows, most):
+    """Chunks of 144 begin at multiples of 16."""
+    shape = (8, rows, 16)
+    text = distributed.explain(shape, shape, size=4)
+    assert text.startswith(f"4 ranks, up to {most} queries each")
+    held = [len(distributed.positions(rows, rank, 4)) for rank in range(4)]
+    assert max(held) == most
+
+
 def test_the_longest_sequence_follows_from_the_bytes_of_a_token():
     """Of the ring by hand: q, k, v, out and lse, float32 sums of out and lse, a part of them, and
     keys and values of two ranks."""
@@ -71,3 +83,46 @@ def test_the_longest_sequences_of_the_docs():
             for method in ("ring", "ulysses", "all_gather")
         ]
         assert told == cells.split(" | ")
+
+
+def test_several_hosts_exchange_heads_within_one():
+    extents = Extents(64, 64, (8, 4), (8, 4), (8, 4), (8, 4), np.dtype(np.float32))
+    own, _ = chosen("auto", extents, 8, None, per_host=4)
+    assert (own.method, own.across) == ("usp", 4)
+    few = Extents(64, 64, (3, 4), (3, 4), (3, 4), (3, 4), np.dtype(np.float32))
+    assert chosen("auto", few, 8, None, per_host=4)[0].method == "ring"
+
+
+def test_heads_are_exchanged_on_one_host_by_all_ranks_or_none():
+    extents = Extents(64, 64, (4, 4), (4, 4), (4, 4), (4, 4), np.dtype(np.float32))
+    assert chosen("auto", extents, 8, None)[0].method == "ring"
+    assert chosen("usp", extents, 8, None)[0].across == 4
+
+
+def of_heads(heads, heads_kv):
+    shapes = [(n, 128) for n in (heads, heads_kv, heads_kv, heads)]
+    return Extents(1 << 20, 1 << 20, *shapes, np.dtype(np.float16))
+
+
+@pytest.mark.parametrize(
+    ("extents", "size", "memory", "method"),
+    [
+        (of_heads(32, 32), 2, None, "ulysses"),
+        (of_heads(32, 32), 2, 53_248 << 20, "ulysses"),
+        (of_heads(32, 32), 2, (53_248 << 20) - 1, "all_gather"),
+        (of_heads(32, 32), 2, 20_000 << 20, "all_gather"),  # which a forward by ulysses would fit
+        (of_heads(32, 8), 8, 0, "ulysses"),  # the least memory, as nothing fits
+        (of_heads(32, 2), 8, None, "ring"),  # as many bytes as all_gather
+    ],
+)
+def test_auto_takes_the_fewest_bytes_that_fit(extents, size, memory, method):
+    assert chosen("auto", extents, size, memory)[0].method == method
+
+
+def test_auto_takes_what_fits():
+    """A ring sends as many bytes as all keys of 2 key/value heads take, and keeps fewer."""
+    extents = Extents(
+        1 << 20, 1 << 20, (3, 128), (1, 128), (1, 128), (3, 128), np.dtype(np.float16)
+    )
+    assert chosen("auto", extents, 8, None)[0].method == "ring"
+    assert chosen("auto", extents, 8, 1 << 30)[0].method == "ring"

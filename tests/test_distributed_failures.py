@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-import socket
 
 import numpy as np
 import pytest
 
 import cuflash
 from cuflash import __version__, distributed
-from cuflash.distributed import _attention, _links, _run
+from cuflash.distributed import _attention, _handshake, _run
 from cuflash.distributed._simulated import Simulated
 from support.shards import in_threads
 
@@ -236,9 +235,46 @@ def test_the_rank_with_the_least_memory_decides(monkeypatch):
     assert asked == [5, 5]
 
 
-def test_who_does_not_answer_has_no_wrong_secret():
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = silent.getsockname()
-        with pytest.raises(distributed.CommunicationError, match="rank 0 did not answer") as found:
-            _links.joined(1, 2, address, b"a secret", 0.3)
-    assert (type(found.value), found.value.rank) == (distributed.CommunicationError, 0)
+def test_ranks_that_repeat_different_calls_compare_them():
+    """Each rank has made its own before, with the others: in another agreement."""
+    comm, x = distributed.simulated(2), [X, X]
+    both = [cuflash.Options(causal=True), cuflash.Options(causal=False)]
+    for options in both:
+        distributed.attention(x, x, x, comm=comm, options=options)
+    with pytest.raises(ValueError, match="causal: got False on rank 1"):
+        distributed.attention(x, x, x, comm=comm, options=both)
+    for words in ({"layout": "contiguous"}, {"method": "ring"}):  # other calls than before
+        number = comm.agreements.number
+        distributed.attention(x, x, x, comm=comm, options=both[0], **words)
+        assert comm.agreements.number == number + 1
+
+
+def test_agreements_are_forgotten(monkeypatch):
+    monkeypatch.setattr(_handshake, "_KEPT", 4)
+    comm, x = distributed.simulated(2), [X, X]
+    for number in range(12):
+        distributed.attention(x, x, x, comm=comm, scale=1.0 + number)
+        assert len(comm.agreements.known) <= 4 * comm.size
+    assert comm.agreements.number == 12
+
+
+def test_values_of_other_numbers_of_heads_than_keys():
+    """Of two methods that exchange heads neither could say which ones a rank needs."""
+    comm = distributed.simulated(4)
+    q, k, v = ([np.ones((n, 4, 8))] * 4 for n in (4, 4, 1))
+    for method in ("ulysses", "usp"):
+        with pytest.raises(NotImplementedError, match="4 key/value heads, which"):
+            distributed.attention(q, k, v, comm=comm, method=method)
+    assert distributed.attention(q, k, v, comm=comm)[0].shape == (4, 4, 8)
+
+
+def test_a_pullback_is_the_gradient_of_its_call():
+    comm, x = distributed.simulated(2), [X, X + 1]
+    words = {"comm": comm, "causal": True, "axes": [(-2, -1)] * 4, "layout": "contiguous"}
+    results, pullback = distributed.attention_vjp(x, x, x, return_lse=True, **words)
+    outs, lses = [r.out for r in results], [r.lse for r in results]
+    given = {"dlse": lses, "wrt": ("v", "q")}
+    expected = distributed.attention_backward(x, x, x, x, outs, lses, **given, **words)
+    for found, right in zip(pullback(x, **given), expected, strict=True):
+        for one, other in zip(found, (right.dv, right.dq), strict=True):
+            assert one.tobytes() == other.tobytes()

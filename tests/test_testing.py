@@ -170,6 +170,23 @@ def test_wrong_arguments_are_named():
         (lambda: options((4, 2), (4, 2), names=("casual",)), "names: got 'casual'"),
         (lambda: options((4, 2), (4, 2), dtype="f4"), "dtype: got 'f4'"),
         (lambda: arrays(*SHAPES, families=("flat",)), "families: got 'flat'"),
+        (lambda: arrays(*SHAPES, families=()), r"families: got \(\), expected at least one"),
+        (lambda: arrays((5,), (7, 8), (7, 8)), r"q: got \(5,\), expected a tuple of ints from 0"),
+        (lambda: arrays((2, 5, 0), (2, 7, 0), (2, 7, 3)), "q: got .*a head_dim of at least 1"),
+        (lambda: arrays((2, 5, 8), (3, 7, 8), (7, 8)), "q, k, v: got .*batch axes that broadcast"),
+        (lambda: arrays(*SHAPES, xp="cupy"), "xp: got 'cupy', expected the module numpy or cupy"),
+        (lambda: options((4, 2), (4, 2), names=None), "names: got None"),
+        (lambda: calls(seqlens=64), "seqlens: got 64, expected a tuple of what is drawn"),
+        (lambda: calls(seqlens=()), r"seqlens: got \(\), expected at least one"),
+        (lambda: calls(head_dims=(0,)), "head_dims: got 0, expected ints from 1 to"),
+        (lambda: calls(values_dims=(2.0,)), "values_dims: got 2.0, expected ints from 0 to"),
+        (lambda: calls(group_sizes=(2**70,)), "group_sizes: got 1180591620717411303424, expected"),
+        (lambda: calls(batches=(2, 3)), "batches: got 2, expected shapes of batches, tuples of"),
+        (lambda: calls(batches=[(-1,)]), r"batches: got \(-1,\)"),
+        (lambda: calls(option_sets=iter([()])), "option_sets: got <list_iterator"),
+        (lambda: calls(dtypes=(["float32"],)), r"dtypes: got \['float32'\], expected a tuple of"),
+        (lambda: calls(broadcast="no"), "broadcast: got 'no', expected True or False"),
+        (lambda: calls(mixed_dtypes=None), "mixed_dtypes: got None, expected True or False"),
     ],
 )
 def test_names_that_could_not_be_drawn_are_refused(strategy, message):
@@ -305,6 +322,17 @@ def test_every_kind_of_call_is_drawn():
 def test_what_would_test_nothing_raises():
     with pytest.raises(ValueError, match="family: got 'nope', expected one of uniform, "):
         make_call("nope", 0, "float32", *SHAPES)
+    for wrong, message in (
+        ({"family": ["normal"]}, r"family: got \['normal'\]"),
+        ({"seed": None}, "seed: got None, expected an int from 0"),
+        ({"dtype": "f3"}, "dtype: got 'f3', expected a floating dtype, or a tuple of three"),
+        ({"dtype": int}, "dtype: got int64, expected a floating dtype"),
+        ({"dtype": ("float32", "float32")}, "dtype: got .*, expected a floating dtype"),
+        ({"options": ("causal",)}, "options: got tuple, expected a mapping, the keywords of"),
+    ):
+        given = {"family": "normal", "seed": 0, "dtype": "float32"} | wrong
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            make_call(**given, **dict(zip("qkv", SHAPES, strict=True)))
     call = make_call("normal", 0, "float32", *SHAPES)
     out = cuflash.attention(call.q, call.k, call.v)
     with pytest.raises(ValueError, match="gradients: got no gradient"):

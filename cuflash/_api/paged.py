@@ -258,8 +258,6 @@ def _lengths(xp: ModuleType, given: dict[str, Array], kv_lengths: Any) -> Array:
         kv_lengths = list(kv_lengths)
     value = integers("kv_lengths", kv_lengths, optional=False)
     if isinstance(value, int):
-        if not -(2**63) <= value < 2**63:
-            raise wrong_value("kv_lengths", value, "an int of 64 bits")
         return np.full(sequences, value)
     if value.shape != (sequences,):
         raise wrong_value("kv_lengths", f"shape {value.shape}", f"shape ({sequences},)")

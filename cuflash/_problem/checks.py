@@ -161,10 +161,14 @@ def seed(name: str, value: Any) -> int:
 
 
 def integers(name: str, value: Any, *, optional: bool = True) -> Array | int:
-    """An int, or an integer array; ``optional`` says that None would be none."""
+    """An int of 64 bits, or an integer array; ``optional`` says that None would be none."""
     expected = "None, an int or an integer array" if optional else "an int or an integer array"
     if is_integer(value):
-        return integer_value(name, value, expected)
+        number = integer_value(name, value, expected)
+        if not -(2**63) <= number < 2**63:
+            got = f"an int of {number.bit_length()} bits"
+            raise wrong_value(name, got, "an int that fits into 64 bits")
+        return number
     if isinstance(value, bool | float | None):
         raise wrong_type(name, shown(value), expected)
     return integer_array(name, value, expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Unpack
 
 import numpy as np
@@ -12,7 +11,7 @@ from cuflash._problem.checks import dtype_of, shape_of
 from cuflash._problem.operand import axes_without_values, core_axes
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.problem import describe
-from cuflash.distributed._layout import MOST_RANKS, counted
+from cuflash.distributed._layout import MOST_RANKS, chunks_of, counted, rows_of
 from cuflash.distributed._traffic import Extents, candidates, checked_method, chosen, table
 
 
@@ -88,7 +87,7 @@ def explain(
     problem = describe(first, second, third, found)
     extents = Extents.of(problem, problem.seqlen_q, *(a.shape for a in arrays))
     own, why = chosen(checked_method(method), extents, size, memory, ranks_per_host)
-    rows = math.ceil(problem.seqlen_q / size)
+    rows = max(map(rows_of, chunks_of(problem.seqlen_q, size, "zigzag")))
     lines = [f"{size} ranks, up to {rows} queries each, {problem.dtype}"]
     lines += table(candidates(extents, size, ranks_per_host), size, problem.seqlen_k)
     across = f" with {own.across} ranks that exchange heads" if own.method == "usp" else ""

@@ -24,6 +24,7 @@ _CHALLENGE = 32
 _HELLO = struct.Struct("!I")
 _MOST = 1 << 16  # bytes of a message about who is where
 _RETRY = 0.05
+_STRANGER = 5.0  # seconds, in which others wait for one that may not know the secret
 
 
 class Deadline:
@@ -129,7 +130,7 @@ class _Meeting:
                 link, _ = listener.accept()
             except TimeoutError:
                 break
-            link.settimeout(min(self._deadline.left, 5.0))  # a stranger must not hold up the others
+            link.settimeout(min(self._deadline.left, _STRANGER))
             try:
                 nonce = secrets.token_bytes(_CHALLENGE)
                 link.sendall(nonce)

@@ -5,6 +5,7 @@ Arrays are canonical: batch axes, then sequence and feature.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -14,7 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cuflash._arrays import is_cupy
-from cuflash._errors import shown, wrong_value
+from cuflash._errors import shown, wrong_type, wrong_value
+from cuflash._problem import checks
 from cuflash.testing import _families as families
 
 OwnCall = TypeVar("OwnCall", bound="Call")
@@ -123,6 +125,8 @@ class Call:
 
     def to(self: OwnCall, xp: ModuleType) -> OwnCall:
         """The same call with arrays of ``xp``, NumPy or CuPy."""
+        if xp is not np and xp is not sys.modules.get("cupy", np):
+            raise wrong_type("xp", shown(xp), "the module numpy or cupy")
 
         def moved(value: Any) -> Any:
             if isinstance(value, tuple) and any(hasattr(part, "strides") for part in value):
@@ -178,7 +182,7 @@ def make_call(
     q, k, v : tuple of int
         Shapes, batch + (sequence, feature).
     **fields
-        Other attributes of :class:`Call`.
+        Other attributes of :class:`Call`, except dout and origin.
 
     Returns
     -------
@@ -187,8 +191,8 @@ def make_call(
 
     Raises
     ------
-    ValueError
-        For an unknown family.
+    TypeError, ValueError
+        For an unknown family, and for what is no seed, dtype or shape.
 
     Examples
     --------
@@ -196,11 +200,35 @@ def make_call(
     >>> cuflash.testing.make_call("normal", 3, "float16", (4, 8), (6, 8), (6, 2)).dout.shape
     (4, 2)
     """
-    if family not in families.FAMILIES:
-        raise wrong_value("family", shown(family), f"one of {', '.join(families.FAMILIES)}")
+    if not isinstance(family, str) or family not in families.FAMILIES:
+        wrong = wrong_value if isinstance(family, str) else wrong_type
+        raise wrong("family", shown(family), f"one of {', '.join(families.FAMILIES)}")
+    seed = checks.seed("seed", seed)
     rng = np.random.default_rng(seed)
-    dtypes = dtype if isinstance(dtype, tuple) else (dtype,) * 3
-    arrays = families.make(family, rng, dtypes, tuple(q), tuple(k), tuple(v))
+    shapes = [checks.shape_of(name, shape) for name, shape in zip("qkv", (q, k, v), strict=True)]
+    q, k, v = shapes
+    if not q[-1]:
+        raise wrong_value("q", shown(q), "a head_dim of at least 1")
+    if not isinstance(fields.get("options", {}), Mapping):
+        got = type(fields["options"]).__name__
+        raise wrong_type("options", got, "a mapping, the keywords of cuflash.Options")
+    arrays = families.make(family, rng, _three(dtype), q, k, v)
     call = Call(*arrays, dout=arrays[0], origin=f"{family}, seed {seed}", **fields)
-    shape = (*call.batch, q[-2], v[-1])
+    try:
+        shape = (*call.batch, q[-2], v[-1])
+    except (ValueError, IndexError, ZeroDivisionError) as error:
+        raise wrong_value("q, k, v", shown(shapes), "batch axes that broadcast") from error
     return call.but(dout=families.make_dout(family, rng, call.dtype, shape))
+
+
+def _three(dtype: Any) -> tuple[np.dtype[Any], ...]:
+    """Those of q, k and v."""
+    expected = "a floating dtype, or a tuple of three"
+    given = dtype if isinstance(dtype, tuple) else (dtype,) * 3
+    if len(given) != 3:
+        raise wrong_value("dtype", shown(dtype), expected)
+    found = tuple(checks.dtype_of("dtype", own, expected) for own in given)
+    for own in found:
+        if own not in checks.FLOATS:
+            raise wrong_type("dtype", str(own), expected)
+    return found

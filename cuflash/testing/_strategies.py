@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 from cuflash._errors import shown, wrong_type, wrong_value
+from cuflash._problem.checks import flag, integer_value, is_integer
 from cuflash._problem.option_table import OPTIONS
 from cuflash._problem.options import Options
 from cuflash.testing._call import Call, make_call
@@ -23,6 +24,7 @@ ALL_OPTIONS = (
     "causal", "offset", "window", "q_lengths", "kv_lengths", "scale", "softcap", "bias", "mask",
     "alibi_slopes", "segment_ids", "sink", "dropout",
 )  # fmt: skip
+_LARGEST = 2**20  # of sizes that are drawn
 BATCHES = ((), (2,), (1,), (3,), (2, 3), (3, 2), (2, 1, 2), (1, 4), (0,), (2, 0))
 _OPERANDS = ("q", "k", "v")
 _WITH_GRADIENT = tuple(option.name for option in OPTIONS if option.grad)
@@ -68,8 +70,8 @@ def arrays(
     ...     assert cuflash.attention(*qkv).shape == (2, 5, 4)
     >>> test_shape()
     """
-    dtype = draw(st.sampled_from(_known("dtypes", dtypes, DTYPES)))
-    family = draw(st.sampled_from(_known("families", families, FAMILIES)))
+    dtype = draw(_one_of("dtypes", dtypes, DTYPES))
+    family = draw(_one_of("families", families, FAMILIES))
     return make_call(family, draw(_seeds()), DTYPES[dtype], q, k, v).to(xp).qkv
 
 
@@ -183,23 +185,26 @@ def calls(
     >>> test_mine()
     """
     options = _known("options", options, ALL_OPTIONS)
-    for present in option_sets or ():
-        _known("option_sets", present, ALL_OPTIONS)
-    _known("gradients", gradients, _WITH_GRADIENT)
-    own_dtypes = draw(_dtypes(_known("dtypes", dtypes, DTYPES), mixed=mixed_dtypes))
-    lengths = st.sampled_from(tuple(seqlens))
+    if option_sets is not None:
+        sets = _several("option_sets", option_sets)
+        option_sets = [_known("option_sets", names, ALL_OPTIONS) for names in sets]
+    gradients = _known("gradients", gradients, _WITH_GRADIENT)
+    mixed = flag("mixed_dtypes", mixed_dtypes)
+    own_dtypes = draw(_dtypes(_several("dtypes", _known("dtypes", dtypes, DTYPES)), mixed=mixed))
+    lengths = _number("seqlens", seqlens, 0)
     rows, keys = draw(lengths), draw(lengths)
-    head_dim = draw(st.sampled_from(tuple(head_dims)))
-    head_dim_v = draw(st.sampled_from(tuple(values_dims)))
-    batch = draw(st.sampled_from(tuple(batches)))
-    group = draw(st.sampled_from(tuple(group_sizes))) if batch and batch[-1] else 1
+    head_dim = draw(_number("head_dims", head_dims, 1))
+    head_dim_v = draw(_number("values_dims", values_dims, 0))
+    batch = draw(st.sampled_from([_batch(own) for own in _several("batches", batches)]))
+    groups = _number("group_sizes", group_sizes, 1)
+    group = draw(groups) if batch and batch[-1] else 1
     own = dict.fromkeys(_OPERANDS, batch)
-    if broadcast:
+    if flag("broadcast", broadcast):
         own = {name: draw(thinned(batch, keep_last=group > 1)) for name in _OPERANDS}
     if group > 1:
         own["q"] = (*own["q"][:-1], own["q"][-1] * group)
     call = make_call(
-        draw(st.sampled_from(_known("families", families, FAMILIES))),
+        draw(_one_of("families", families, FAMILIES)),
         draw(_seeds()),
         own_dtypes,
         (*own["q"], rows, head_dim),
@@ -210,7 +215,7 @@ def calls(
     if option_sets is None:
         names = [name for name in options if draw(st.booleans())]
     else:
-        present = draw(st.sampled_from(tuple(option_sets)))
+        present = draw(st.sampled_from(option_sets))
         names = [name for name in options if name in present]
     call = call.with_options(**draw(_keywords(call, names)))
     if draw(st.booleans()):
@@ -225,12 +230,48 @@ def calls(
 def _known(argument: str, names: Collection[str], known: Collection[str]) -> tuple[str, ...]:
     """The names, if all are known: one that is misspelt would never be drawn, nor tested."""
     expected = f"a tuple of names among {', '.join(map(repr, known))}"
-    if isinstance(names, str):
-        raise wrong_type(argument, shown(names), expected, f"write ({names!r},)")
+    if not isinstance(names, Collection) or isinstance(names, str | bytes | np.ndarray):
+        fix = f"write ({shown(names)},)" if isinstance(names, str) else ""
+        raise wrong_type(argument, shown(names), expected, fix)
     for name in names:
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise wrong_value(argument, shown(name), expected)
     return tuple(names)
+
+
+def _several(argument: str, values: Any) -> Sequence[Any]:
+    """At least one value to draw from."""
+    if not isinstance(values, tuple | list | range):
+        raise wrong_type(argument, shown(values), "a tuple of what is drawn")
+    if not values:
+        raise wrong_value(argument, shown(values), "at least one, of which one is drawn")
+    return values
+
+
+def _one_of(argument: str, names: Any, known: Collection[str]) -> st.SearchStrategy[str]:
+    return st.sampled_from(_several(argument, _known(argument, names, known)))
+
+
+def _number(argument: str, values: Any, least: int) -> st.SearchStrategy[int]:
+    """One of several sizes."""
+    expected = f"ints from {least} to {_LARGEST}"
+    for value in _several(argument, values):
+        if not is_integer(value):
+            raise wrong_type(argument, shown(value), expected)
+        if not least <= integer_value(argument, value, expected) <= _LARGEST:
+            raise wrong_value(argument, shown(value), expected)
+    return st.sampled_from(values)
+
+
+def _batch(shape: Any) -> _Shape:
+    """A batch shape, of no axis or more."""
+    expected = f"shapes of batches, tuples of ints from 0 to {_LARGEST}"
+    if not isinstance(shape, tuple | list) or not all(map(is_integer, shape)):
+        raise wrong_type("batches", shown(shape), expected)
+    own = tuple(integer_value("batches", n, expected) for n in shape)
+    if own and not 0 <= min(own) <= max(own) <= _LARGEST:
+        raise wrong_value("batches", shown(shape), expected)
+    return own
 
 
 def _seeds() -> st.SearchStrategy[int]:

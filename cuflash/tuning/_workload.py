@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_dtypes import bfloat16
 
-from cuflash._errors import wrong_value
+from cuflash._errors import shown, wrong_value
 from cuflash._problem.option_table import ARRAYS, of_stages
 from cuflash._problem.options import Options
 from cuflash._problem.packed import describe_packed
@@ -119,7 +119,7 @@ class Workload:
         for name, (is_right, expected) in _FIELDS.items():
             value = getattr(self, name)
             if not is_right(value):
-                raise wrong_value(name, repr(value), expected)
+                raise wrong_value(name, shown(value), expected)
         if self.heads_q % self.heads_kv:
             raise wrong_value("heads_kv", self.heads_kv, f"a divisor of {self.heads_q}")
         whole = (self.seqlen_q, self.seqlen_k)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cuflash import distributed
 from cuflash._problem.option_table import FIELDS
@@ -22,6 +23,24 @@ QKV = ("q", "k", "v")
 def has_rows(array: Any, axis: int) -> bool:
     """Whether an option has a value for each query, not one for all."""
     return array is not None and array.ndim >= -axis and array.shape[axis] != 1
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Let new arrays of NumPy hold NaN, as memory of a pool may: what is not written is read."""
+
+    def poisoned(make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+        def made(*given: Any, **named: Any) -> np.ndarray:
+            array = make(*given, **named)
+            array.reshape(-1).view(np.uint8)[...] = 0xFF
+            return array
+
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "empty", poisoned(np.empty))
+        patch.setattr(np, "empty_like", poisoned(np.empty_like))
+        yield
 
 
 def in_threads(size: int, run: Callable[[Any], Any], **how: Any) -> list[Any]:
@@ -77,15 +96,16 @@ class Shards:
         return own
 
     def forward(self, q, k, v, **options):
-        own = self.options(options)
-        return distributed.attention(*map(self.cut, (q, k, v)), return_lse=True, **own, **self.how)
+        own, cut = self.options(options), map(self.cut, (q, k, v))
+        with poisoned_memory():
+            return distributed.attention(*cut, return_lse=True, **own, **self.how)
 
     def gradients(self, dout, q, k, v, results, wrt, dlse=None, **options):
-        parts = distributed.attention_backward(
-            *map(self.cut, (dout, q, k, v)), [r.out for r in results], [r.lse for r in results],
-            dlse=None if dlse is None else self.cut(dlse, -1), wrt=wrt,
-            **self.options(options), **self.how,
-        )  # fmt: skip
+        own, cut = self.options(options), map(self.cut, (dout, q, k, v))
+        own["dlse"] = None if dlse is None else self.cut(dlse, -1)
+        saved = [r.out for r in results], [r.lse for r in results]
+        with poisoned_memory():
+            parts = distributed.attention_backward(*cut, *saved, wrt=wrt, **own, **self.how)
         found = {}
         for name in wrt:
             own = [getattr(part, FIELDS[name]) for part in parts]

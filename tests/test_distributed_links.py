@@ -1,0 +1,228 @@
+"""What do communicators make of strangers, odd messages, ranks that leave, and races?"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from cuflash import distributed
+from cuflash.distributed import _launchers, _links, _processes
+from cuflash.distributed._communicator import Compute, Exchange, Wait, drive
+
+LIMITS = {"op_timeout": 5.0, "liveness_timeout": 5.0}
+
+
+def test_who_does_not_answer_has_no_wrong_secret():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = silent.getsockname()
+        with pytest.raises(distributed.CommunicationError, match="rank 0 did not answer") as found:
+            _links.joined(1, 2, address, b"a secret", 0.3)
+    assert (type(found.value), found.value.rank) == (distributed.CommunicationError, 0)
+
+
+def test_a_rank_0_without_the_secret_is_refused():
+    """It says something of the right size."""
+
+    def answer():
+        with listener, listener.accept()[0] as link:
+            link.sendall(secrets.token_bytes(32))
+            _links._exactly(link, 64)
+            link.sendall(secrets.token_bytes(32))
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=answer, daemon=True).start()
+    with pytest.raises(_links.WrongSecretError, match="rank 0 does not know the secret"):
+        _links.joined(1, 2, listener.getsockname(), b"a secret", 5.0)
+
+
+def meeting(size, ranks, timeout=20.0):
+    """What each of some ranks finds, links or an error, once the address of rank 0 is known."""
+    address, found = ("127.0.0.1", _launchers.free_port()), []
+
+    def join(rank):
+        try:
+            links = _links.joined(rank, size, address, b"a secret", timeout)
+        except distributed.CommunicationError as error:
+            found.append(str(error))
+            return
+        found.append(sorted(links))
+        for link in links.values():
+            link.close()
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
+    return address, found, threads
+
+
+def test_a_stranger_who_says_nothing_holds_up_nobody(monkeypatch):
+    monkeypatch.setattr(_links, "_STRANGER", 1.0)
+    address, found, (first, second) = meeting(2, [0, 1])
+    first.start()
+    with contextlib.closing(socket.socket()) as stranger:
+        while stranger.connect_ex(address):
+            time.sleep(0.01)
+        second.start()
+        first.join(30)
+        second.join(30)
+    assert sorted(found) == [[0], [1]]
+
+
+def test_two_ranks_of_one_number():
+    _, found, threads = meeting(3, [0, 1, 1])
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 3
+    assert all("rank 1 is there twice" in text for text in found), found
+
+
+@pytest.fixture
+def two():
+    """Two ranks that have met."""
+    ends = socket.socketpair()
+    ranks = [_processes.Processes(r, 2, {1 - r: end}, **LIMITS) for r, end in enumerate(ends)]
+    yield ranks
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.fixture
+def one():
+    """A rank, and a socket of the other to write into."""
+    own, other = socket.socketpair()
+    rank = _processes.Processes(0, 2, {1: own}, op_timeout=5.0, liveness_timeout=1.0)
+    yield rank, other
+    rank.close()
+    other.close()
+
+
+def swap(ranks, sent, got):
+    """Rank 0 sends, rank 1 receives."""
+    ranks[0].wait(ranks[0].start({0: Exchange(((1, sent),), ())}))
+    ranks[1].wait(ranks[1].start({1: Exchange((), ((0, got),))}))
+
+
+def test_bytes_that_are_sent_are_counted(two):
+    sent, got = np.arange(6.0).reshape(2, 3), np.empty((2, 3))
+    swap(two, sent, got)
+    np.testing.assert_array_equal(got, sent)
+    assert [rank.sent for rank in two] == [48, 0]
+
+
+def test_a_message_of_another_size_fails_on_both(two):
+    with pytest.raises(distributed.CommunicationError, match="rank 0 sent 24 bytes, expected 16"):
+        swap(two, np.ones(3), np.ones(2))
+    with pytest.raises(distributed.CommunicationError, match="rank 0 sent 24 bytes"):
+        two[0]._received(1, _processes._DATA)
+
+
+def test_a_rank_that_left_is_not_missed_by_who_needs_nothing_of_it(one):
+    rank, other = one
+    other.sendall(_processes._FRAME.pack(_processes._LEAVING, 0, 0))
+    time.sleep(1.5)  # longer than a rank may be silent
+    rank.check()
+    with pytest.raises(distributed.CommunicationError, match="rank 1 has left") as found:
+        rank.agree({0: b""})
+    assert found.value.rank == 1
+
+
+def test_a_closed_communicator_says_so(two):
+    two[0].close()
+    two[0].close()
+    with pytest.raises(distributed.CommunicationError, match="the communicator is closed"):
+        two[0].agree({0: b""})
+
+
+def test_a_message_beyond_all_bounds_is_not_waited_for(one):
+    rank, other = one
+    other.sendall(_processes._FRAME.pack(_processes._FACTS, 0, 1 << 40))
+    with pytest.raises(distributed.CommunicationError, match="rank 1 died"):
+        rank.agree({0: b""})
+
+
+def test_a_long_message_is_a_sign_of_life(one):
+    """It takes longer than a rank may be silent."""
+    rank, other = one
+    other.sendall(_processes._FRAME.pack(_processes._DATA, 0, 10))
+    for byte in range(10):
+        time.sleep(0.2)
+        other.sendall(bytes([byte]))
+    got = np.empty(10, np.uint8)
+    rank.wait(rank.start({0: Exchange((), ((1, got),))}))
+    np.testing.assert_array_equal(got, np.arange(10))
+
+
+# --- ranks of one process --------------------------------------------------------------------
+
+
+def racing(rank, size):
+    a, b = np.ones(4), np.empty(4)
+    ticket = yield Exchange((((rank + 1) % size, a),), (((rank - 1) % size, b),))
+    a += 1
+    yield Wait(ticket)
+
+
+def stale(rank, size):
+    b = np.empty(4)
+    sends = (((rank + 1) % size, np.ones(4)),)
+    ticket = yield Exchange(sends, (((rank - 1) % size, b),))
+    early = yield Compute(lambda: float(b.sum()))
+    yield Wait(ticket)
+    return early, float(b.sum())
+
+
+def uneven(rank, size):
+    if rank == 1:
+        return
+    yield Exchange((), ())
+
+
+def unanswered(rank, size):
+    receives = ((0, np.empty(2)),) if rank == 1 else ()
+    ticket = yield Exchange((), receives)
+    yield Wait(ticket)
+
+
+def surplus(rank, size):
+    ticket = yield Exchange(((1, np.ones(2)),) if rank == 0 else (), ())
+    yield Wait(ticket)
+
+
+def unlike(rank, size):
+    sends = ((1, np.ones((2, 2))),) if rank == 0 else ()
+    ticket = yield Exchange(sends, ((0, np.ones(4)),) if rank == 1 else ())
+    yield Wait(ticket)
+
+
+def other_kinds(rank, size):
+    yield Wait(None) if rank == 1 else Exchange()
+
+
+def test_the_simulator_notices_what_would_race_or_hang():
+    comm = distributed.simulated(3)
+
+    def run(schedule):
+        return drive(comm, {rank: schedule(rank, 3) for rank in comm.ranks})
+
+    with pytest.raises(distributed.CommunicationError, match="rank 0 changed what it was sending"):
+        run(racing)
+    assert all(np.isnan(early) and late == 4 for early, late in run(stale).values())
+    with pytest.raises(distributed.CommunicationError, match="rank 1 at the end") as found:
+        run(uneven)
+    assert "none can go on" in str(found.value)
+    with pytest.raises(distributed.CommunicationError, match="rank 1 waits for rank 0") as found:
+        run(unanswered)
+    assert found.value.rank == 0
+    for schedule, message in (
+        (surplus, "rank 0 sends rank 1 what that does not expect"),
+        (unlike, r"rank 0 sends rank 1 float64 \(2, 2\), not float64 \(4,\)"),
+        (other_kinds, "rank 0 at Exchange, rank 1 at Wait, rank 2 at Exchange"),
+    ):
+        with pytest.raises(distributed.CommunicationError, match=message):
+            run(schedule)
