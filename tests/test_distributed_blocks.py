@@ -191,7 +191,7 @@ WITH_POSITIONS = {
 
 @pytest.mark.parametrize("name", ["", *WITH_POSITIONS])
 def test_an_option_with_positions_keeps_blocks_apart(name):
-    options = {"causal": True, "window": (3, None), "softcap": 2.0, "sink": np.ones(1), "seed": 1}
+    options = {"causal": True, "window": (3, 2), "softcap": 2.0, "sink": np.ones(1), "seed": 1}
     if name:
         options |= {name: WITH_POSITIONS[name]}
     bounds = Parts(cuflash.Options(**options), 4, 4, None, True).bounds
