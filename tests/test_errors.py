@@ -430,6 +430,18 @@ def test_integers_are_legal_up_to_their_bounds(name, lowest, highest, form):
             call(**{name: form(wrong)})(arrays())
 
 
+@pytest.mark.parametrize(
+    ("name", "lowest", "highest", "step"), [("seed", 0, 2**64 - 1, 1), ("dropout", 0.0, 1.0, 1e-9)]
+)
+def test_numbers_of_dropout_are_legal_up_to_their_bounds(name, lowest, highest, step):
+    rest = {"dropout": 0.5, "seed": 1}
+    for legal in (lowest, highest):
+        call(**rest | {name: legal})(arrays())
+    for wrong in (lowest - step, highest + step):
+        with pytest.raises(ValueError, match=f"{name}: "):
+            call(**rest | {name: wrong})(arrays())
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_call_is_named(name):
     wrong, kind, argument, rest = WRONG[name]

@@ -113,11 +113,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(parents=st.lists(st.integers(-1, 2), min_size=3, max_size=3), data=st.data())
     def take(self, parents: list[int], data: st.DataObject) -> None:
-        lengths = data.draw(st.none() | st.lists(st.integers(0, 10), min_size=3, max_size=3))
+        lengths = data.draw(st.none() | st.lists(st.integers(-2, 12), min_size=3, max_size=3))
         self.cache.take(parents, lengths)
         kept = [10, 10, 10] if lengths is None else lengths
         self.rows = [
-            tuple(a[:, : n if p >= 0 else 0] for a in self.rows[p])
+            tuple(a[:, : max(n, 0) if p >= 0 else 0] for a in self.rows[p])
             for p, n in zip(parents, kept, strict=True)
         ]
 
@@ -163,16 +163,34 @@ def test_a_full_cache_writes_nothing() -> None:
     cache.take([0, -1, 2])  # a page is free again
     cache.append(*tokens(np.random.default_rng(2), 4), counts=[4, 0, 1])
     assert cache.lengths.tolist() == [8, 0, 5]
+    cache.append(*tokens(np.random.default_rng(2), 1), counts=[0, 0, 1])  # the first is full
+    assert cache.lengths.tolist() == [8, 0, 6]
+    with pytest.raises(ValueError, match="5 keys for sequence 0 of length 4, expected at most 3"):
+        full_cache(max_length=7).append(*tokens(np.random.default_rng(2), 5), counts=[5, 0, 0])
+    cache = full_cache(page_size=3, pages=6)
+    cache.take([0, 0, 2])  # two pages are free, and one that is shared would have to be copied
+    with pytest.raises(ValueError, match="1 keys for sequence 1 of length 4, expected at most 0"):
+        cache.append(*tokens(np.random.default_rng(2), 4), counts=[4, 1, 0])
+
+
+@pytest.mark.parametrize(("most", "size"), [(8, 4), (9, 4), (11, 4), (3, 5), (7, 1)])
+def test_pages_are_as_many_as_let_every_sequence_grow(most: int, size: int) -> None:
+    """To its largest length, and none is left; sequences in their order take the lowest numbers."""
+    cache = cuflash.KVCache(SEQUENCES, HEADS, D, max_length=most, page_size=size, dtype=np.float32)
+    k, _ = tokens(np.random.default_rng(1), most)
+    cache.append(k, k)
+    assert cache.page_table.ravel().tolist() == list(range(len(cache.k_pages)))
 
 
 def test_a_shared_page_is_copied_before_it_is_written() -> None:
     cache = full_cache(page_size=3, pages=8)
     cache.take([0, 0, 0])
     assert len(set(cache.page_table[:, 1].tolist())) == 1
-    first = cache.page_table[0, 0]
+    first, shared = cache.page_table[0, :2]
     cache.append(*tokens(np.random.default_rng(2), 1), counts=[1, 1, 0])
     assert len(set(cache.page_table[:, 1].tolist())) == 3
     assert (cache.page_table[:, 0] == first).all()
+    assert cache.page_table[2, 1] == shared
     rows = in_order(cache)
     np.testing.assert_array_equal(rows[0][0][:, :4], rows[1][0][:, :4])
     assert (rows[0][0][:, 4] != rows[1][0][:, 4]).all()
@@ -208,10 +226,12 @@ def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
         (lambda c, k, v: c.append(k, v[:, :, :0]), ValueError, r"v: got shape \(3, 2, 0, 3\)"),
         (lambda c, k, v: c.append(k.astype(np.float64), v), TypeError, "k: got dtype float64"),
         (lambda c, k, v: c.append(k, v, [2, 0, 0]), ValueError, "counts: got numbers from 0 to 2"),
+        (lambda c, k, v: c.append(k, v, (1, -1, 0)), ValueError, "counts: got numbers from -1 to"),
         (lambda c, k, v: c.append(k, v, [1.0, 0, 0]), TypeError, "counts: got dtype float64"),
         (lambda c, k, v: c.append(k, v, [[1], [1, 2], [3]]), TypeError, "counts: got list that"),
         (lambda c, k, v: c.append(k, v, [1]), ValueError, r"counts: got shape \(1,\)"),
         (lambda c, k, v: c.append(k, v, interleaved=True), ValueError, "rotary: got False, expect"),
+        (lambda c, k, v: c.append(k, v, frequencies=np.ones(1)), ValueError, "rotary: got False"),
         (lambda c, k, v: c.append(k, v, rotary=1), TypeError, "rotary: got 1"),
         (lambda c, k, v: c.append(k, v, rotary=True, frequencies=np.ones(3)), ValueError,
          r"frequencies: got shape \(3,\), expected shape \(r,\) with 2 r at most the 4"),
@@ -227,8 +247,10 @@ def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
          "pages: got 4 of 2147483647 x 16 x 2147483647 elements, expected pages whose bytes an ad"),
         (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, dtype=None), TypeError,
          "dtype: got None, expected one of float16, bfloat16, float32, float64, float8_e4m3fn, f"),
+        (lambda c, k, v: c.take(()), ValueError, r"parents: got shape \(0,\), expected shape"),
         (lambda c, k, v: c.take([0, 1, 3]), ValueError, "parents: got numbers from 0 to 3"),
         (lambda c, k, v: c.take(np.array([2**64 - 1, 0, 0], np.uint64)), ValueError, "parents:"),
+        (lambda c, k, v: c.take((0, -2, 1)), ValueError, "parents: got numbers from -2 to 1"),
         (lambda c, k, v: c.take([0, 1]), ValueError, r"parents: got shape \(2,\)"),
         (lambda c, k, v: cuflash.KVCache(1, 1, 0, max_length=1), ValueError, "head_dim: got 0"),
         (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, page_size=257), ValueError,

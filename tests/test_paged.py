@@ -55,7 +55,7 @@ class Paged:
             "softcap": 3.0,
             "sink": rng.standard_normal(HEADS),
             "bias": rng.standard_normal((self.sequences, 1, rows, keys)),
-            "mask": rng.random((HEADS, rows, keys)) > 0.2,
+            "mask": rng.random((1, HEADS, rows, keys)) > 0.2,
             "alibi_slopes": rng.random((self.sequences, HEADS)),
             "segment_ids": (rng.integers(0, 2, (3, 1, rows)), rng.integers(0, 2, keys)),
             "q_lengths": rng.integers(0, rows + 1, (3, 1)),
@@ -114,14 +114,15 @@ def test_extents_of_0(empty: dict[str, int]) -> None:
         assert out.shape == (sequences, heads, rows, d_v)
 
 
-def test_long_sequences_change_no_bit() -> None:
+@pytest.mark.parametrize("kind", ["causal", "every"])
+def test_long_sequences_change_no_bit(kind: str) -> None:
     """Of which the CPU path copies what the length needs."""
     call = Paged(1, 100, 130, 3, np.float32)
     call.lengths[:] = 12, 4097, 13000
-    found = cuflash.attention_paged(*call.arrays(), causal=True, enable_gqa=True)
-    expected = cuflash.attention(
-        *call.contiguous(), kv_lengths=call.lengths[:, None], causal=True, enable_gqa=True
-    )
+    options = call.options(kind)
+    found = cuflash.attention_paged(*call.arrays(), **options)
+    lengths = call.lengths[:, None]
+    expected = cuflash.attention(*call.contiguous(), kv_lengths=lengths, **options)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -186,6 +187,8 @@ def test_what_lies_beyond_the_lengths_changes_no_bit(call: Paged) -> None:
         row[-(-length // call.size) :] = -7
     for pages in (call.k_pages, call.v_pages):
         pages.swapaxes(1, 2)[~used] = np.nan
+    for array in call.arrays():
+        array.flags.writeable = False
     found = cuflash.attention_paged(*call.arrays(), enable_gqa=True, causal=True)
     np.testing.assert_array_equal(found, expected)
 
@@ -200,12 +203,14 @@ def test_results_are_written_where_they_are_to_go() -> None:
     np.testing.assert_array_equal(found.out.astype(np.float16), plain)
 
 
-def test_a_formula_that_raises_leaves_out_as_it_was() -> None:
+@pytest.mark.parametrize("lengths", [(5, 5, 5), (5, 5, 7)])
+def test_a_formula_that_raises_leaves_out_as_it_was(lengths: tuple[int, ...]) -> None:
+    """Of a sequence that is computed after others, and after one of the same length."""
     call = Paged(5, 4, 3, 2, np.float64)
-    call.lengths[:] = 5
+    call.lengths[:] = lengths
 
     def host(b: Any, h: Any, q: Any, k: Any) -> Any:
-        if (b > 0).any():
+        if (b > 1).any():
             raise RuntimeError("no")
         return k >= 0
 
@@ -223,18 +228,30 @@ def test_a_formula_that_raises_leaves_out_as_it_was() -> None:
         ({0: np.zeros((3, 2, 6))}, ValueError, r"q: got shape \(3, 2, 6\), expected as many axes"),
         ({1: np.zeros((7, 2, 4, 5))}, ValueError, "k_pages: got head_dim 5, expected head_dim 6"),
         ({2: np.zeros((6, 2, 4, 5))}, ValueError, "v_pages: got 6 pages of 4 rows"),
+        ({2: np.zeros((7, 2, 3, 5))}, ValueError, "v_pages: got 7 pages of 3 rows"),
+        ({1: np.zeros((7, 2, 0, 6)), 2: np.zeros((7, 2, 0, 5))}, ValueError,
+         "k_pages: got pages of no rows"),
+        ({1: np.zeros((0, 2, 4, 6)), 2: np.zeros((0, 2, 4, 5))}, ValueError,
+         "k_pages: got no pages"),
         ({2: np.zeros((7, 2, 4, 5), np.float32)}, TypeError, "v_pages: got dtype float32"),
         ({3: np.zeros((2, 3), int)}, ValueError, r"page_table: got shape \(2, 3\)"),
         ({3: np.zeros((3, 3))}, TypeError, "page_table: got dtype float64, expected integers"),
         ({3: np.full((3, 3), 7)}, ValueError, "page_table: got numbers from 7 to 7"),
         ({3: np.full((3, 3), -1)}, ValueError, "page_table: got numbers from -1 to -1"),
+        (
+            {1: np.zeros((7, 2, 4, 6), complex)},
+            TypeError,
+            "k_pages: got dtype complex128",
+        ),
+        ({4: []}, ValueError, r"kv_lengths: got shape \(0,\), expected shape \(3,\)"),
         ({4: [1, 2]}, ValueError, r"kv_lengths: got shape \(2,\), expected shape \(3,\)"),
         ({4: [1, 2, 13]}, ValueError, "kv_lengths: got values from 1 to 13"),
         ({4: [[1], [2, 3], [4]]}, TypeError, "kv_lengths: got list that is no number"),
         ({4: 2.5}, TypeError, "kv_lengths: got 2.5"),
         ({4: None}, TypeError, "kv_lengths: got None"),
+        ({4: 2**63}, ValueError, "kv_lengths: got an int of 64 bits"),
     ],
-)
+)  # fmt: skip
 def test_wrong_calls_are_refused_by_name(changes: Any, error: Any, message: str) -> None:
     call = Paged(5, 4, 3, 2, np.float64)
     call.lengths[:] = 12
@@ -245,6 +262,14 @@ def test_wrong_calls_are_refused_by_name(changes: Any, error: Any, message: str)
     with pytest.raises(error, match=message):
         cuflash.attention_paged(*arrays, enable_gqa=True, out=out)
     assert (out == 7).all()
+
+
+@pytest.mark.parametrize(("place", "name"), [(0, "q"), (1, "k_pages"), (2, "v_pages")])
+def test_the_first_axis_of_an_input_counts_sequences_or_pages(place: int, name: str) -> None:
+    axes = [(-2, -1)] * 4
+    axes[place] = (0, -1)
+    with pytest.raises(ValueError, match=rf"axes: got \(0, -1\) for {name} of shape"):
+        cuflash.attention_paged(*Paged(5, 4, 3, 2, np.float64).arrays(), axes=axes)
 
 
 def test_lengths_are_no_option() -> None:
@@ -261,6 +286,8 @@ def test_the_size_of_a_workspace_is_checked_as_the_call_is() -> None:
         cuflash.workspace_size(q, k_pages, v_pages, backward=True, **given)
     with pytest.raises(TypeError, match="options: got kv_lengths, expected no kv_lengths"):
         cuflash.workspace_size(q, k_pages, v_pages, kv_lengths=3, **given)
+    with pytest.raises(TypeError, match="page_table: got page_table together with cu_seqlens_q or"):
+        cuflash.workspace_size(q, k_pages, v_pages, cu_seqlens_k=[0, 1], **given)
     with pytest.raises(ValueError, match=r"page_table: got shape \(2, 3\)"):
         cuflash.workspace_size(q, k_pages, v_pages, enable_gqa=True, page_table=table[:2])
 

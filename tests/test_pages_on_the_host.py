@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ from ml_dtypes import bfloat16
 from test_paged import KINDS, Paged
 
 import cuflash
+from cuflash._api import paged
 from cuflash._kernels import split_keys
-from cuflash._problem.options import signature
-from cuflash._problem.problem import Problem, describe, in_pages
+from cuflash._problem.operand import CANONICAL
+from cuflash._problem.problem import Problem, describe
 from cuflash._select import hardware
 from cuflash._select.choose import choose
 
@@ -44,19 +46,13 @@ def of_pages(call: Paged, options: cuflash.Options) -> list[bytes]:
 
 
 def in_pages_of(call: Paged, options: cuflash.Options) -> tuple[Problem, Any]:
-    arrays = call.q, call.k_pages, call.v_pages, call.table[:, None]
-    q, k_pages, v_pages, table = map(on_device, arrays)
-    k, v = (
-        np.lib.stride_tricks.as_strided(
-            a,
-            (3, a.shape[1], call.columns * call.size, a.shape[3]),
-            (0, *a.strides[1:]),
-            subok=True,
-        )
-        for a in (k_pages, v_pages)
-    )
-    problem = in_pages(describe(q, k, v, options), *map(signature, (k_pages, v_pages, table)))
-    return problem, (q, k, v, table)
+    """As `attention_paged` describes it on a GPU, with a table in strides of its own."""
+    table = np.repeat(call.table, 2, axis=1)[:, ::2]
+    given = paged._native(call.q, call.k_pages, call.v_pages, table)
+    options = replace(options, kv_lengths=None)
+    own, like, _, problem = paged._described(given, call.lengths, options, CANONICAL, None, None)
+    problem, table = paged._for_kernels(problem, own)
+    return problem, tuple(map(on_device, (call.q, *like, table)))
 
 
 def check(call: Paged, kind: str) -> None:
@@ -123,12 +119,14 @@ def test_rows_that_are_computed_pair_by_pair() -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_a_number_of_no_page_is_clamped() -> None:
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint64])
+def test_a_number_of_no_page_is_clamped(monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
+    monkeypatch.setattr(paged, "refuse_capture", lambda *_: None)
     call = Paged(2, 4, 8, 2, np.float16)
     call.lengths[:] = 30
-    wild = call.table.copy()
+    wild = call.table.astype(dtype)
     call.table[0, 2], call.table[1, 3] = 0, len(call.k_pages) - 1
-    wild[0, 2], wild[1, 3] = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    wild[0, 2], wild[1, 3] = np.iinfo(dtype).min, np.iinfo(dtype).max
     options = cuflash.Options(enable_gqa=True, kv_lengths=call.lengths[:, None])
     expected = of_pages(call, options_on_device(options))
     call.table = wild

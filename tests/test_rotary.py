@@ -120,6 +120,7 @@ def test_it_writes_where_it_is_told() -> None:
         ((2, 0), 0, {}, ValueError, "x: got shape"),
         ((4,), 0, {}, ValueError, "x: got shape"),
         ((2, 4), [0, 1, 2], {}, ValueError, "positions: got shape .3,., expected a shape that"),
+        ((2, 4), [[0, 1], [2, 3]], {}, ValueError, "positions: got shape .2, 2., expected a shape"),
         ((2, 4), [0.5], {}, TypeError, "positions: got"),
         ((2, 4), 2**70, {}, ValueError, "positions: got"),
         ((2, 4), 0, {"frequencies": np.ones(3)}, ValueError, "frequencies: got shape .3,."),
@@ -137,10 +138,14 @@ def test_wrong_calls_are_refused_by_name(
         cuflash.rotary(np.ones(x), positions, **options)
 
 
-def test_in_place_is_refused() -> None:
-    x = np.ones((2, 4))
-    with pytest.raises(ValueError, match="out: got memory shared with x"):
-        cuflash.rotary(x, 1, out=x)
+@pytest.mark.parametrize("name", ["x", "positions", "frequencies"])
+def test_out_has_memory_of_its_own(name: str) -> None:
+    out = np.ones((2, 4))
+    inputs = {"x": np.ones((2, 4)), "positions": np.ones(2, int), "frequencies": np.ones(2)}
+    own = inputs[name]
+    inputs[name] = out.reshape(-1)[: own.size].view(own.dtype).reshape(own.shape)
+    with pytest.raises(ValueError, match=f"out: got memory shared with {name}"):
+        cuflash.rotary(inputs["x"], inputs["positions"], frequencies=inputs["frequencies"], out=out)
 
 
 def test_frequencies_that_are_not_finite_warn_of_nothing() -> None:

@@ -36,19 +36,25 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 @pytest.fixture
 def device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevice]:
-    """Splits as few keys as two parts have: a processor takes its time."""
-    few = split_keys.BOUNDS._replace(fewest=512, most_of_ragged=512)
+    """Splits as few keys as two parts have: a processor takes its time.
+
+    Parts of packed sequences are so few that those of long ones have more keys.
+    """
+    few = split_keys.BOUNDS._replace(fewest=512, most_of_ragged=512, packed_parts=3)
     monkeypatch.setattr(split_keys, "BOUNDS", few)
     with host_device(tmp_path) as found:
         yield found
 
 
-def forward(call: Call, options: cuflash.Options) -> tuple[np.ndarray, np.ndarray]:
+def forward(
+    call: Call, options: cuflash.Options, out: Any = None, lse: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
     options_on_device(options)
     q, k, v = (on_device(call.array(name)) for name in "qkv")
-    problem = describe(q, k, v, options)
-    out = on_device(np.full(problem.out_shape, np.nan, problem.dtype))
-    lse = on_device(np.full(problem.lse_shape, np.nan, problem.lse_dtype))
+    problem = describe(q, k, v, options, out=out)
+    if out is None:
+        out = on_device(np.full(problem.out_shape, np.nan, problem.dtype))
+        lse = on_device(np.full(problem.lse_shape, np.nan, problem.lse_dtype))
     run.forward(problem, (q, k, v), options, out, lse)
     return np.asarray(out), np.asarray(lse)
 
@@ -89,7 +95,8 @@ def test_any_number_of_parts_is_within_the_budget(
     device: HostDevice, splits: Any, dtype: Any
 ) -> None:
     """And a call with a number of parts has the same bits, whatever memory held."""
-    options = {"enable_gqa": True, "kv_lengths": np.array([[10], [333]])}
+    sink = np.array(0.7, np.float32)  # which one part has
+    options = {"enable_gqa": True, "kv_lengths": np.array([[10], [333]]), "sink": sink}
     shapes = (2, 4, 2, 24), (2, 2, 350, 24), (2, 2, 350, 24)
     call = make_call("normal", 4, np.dtype(dtype), *shapes, options=options, wrt=())
     for parts in (1, 2, 3):
@@ -99,6 +106,20 @@ def test_any_number_of_parts_is_within_the_budget(
             found.append(forward(call, cuflash.Options(**options)))
         assert [a.tobytes() for a in found[0]] == [a.tobytes() for a in found[1]]
         Budget(call).check_forward(*found[0])
+
+
+def test_more_parts_than_a_warp_has_lanes(device: HostDevice, splits: Any) -> None:
+    """And more columns; results in strides of their own, and parts that hold no key."""
+    splits(40)
+    options = {"kv_lengths": np.array([2560, 300])}
+    shapes = (2, 3, 24), (2, 2560, 24), (2, 2560, 72)
+    call = make_call("normal", 5, np.dtype(np.float16), *shapes, options=options, wrt=())
+    out = np.full((3, 2, 144), np.nan, np.float32)[..., ::2].swapaxes(0, 1)
+    lse = np.full((2, 6), np.nan, np.float32)[:, ::2]
+    found = forward(call, cuflash.Options(**options), on_device(out), on_device(lse))
+    Budget(call).check_forward(*found)
+    assert np.isfinite(out).all()
+    assert device.launched[-1] == "cuflash_forward_combine"
 
 
 @pytest.mark.parametrize("kind", ["causal", pytest.param("sink", marks=pytest.mark.full)])

@@ -113,8 +113,9 @@ def rotary(
         require_shape("out", out, x.shape, "x")
         if out.dtype != x.dtype:
             raise wrong_type("out", f"dtype {out.dtype}", f"dtype {x.dtype} as x")
-        read = arrays if turns.frequencies is None else arrays | {"frequencies": turns.frequencies}
-        check_destination("out", out, x=x, **read)
+        if frequencies is not None:
+            arrays["frequencies"] = native("frequencies", frequencies)
+        check_destination("out", out, x=x, **arrays)
     else:
         out = allocate(xp, "out", x.shape, x.dtype)
     if not x.size:

@@ -43,7 +43,7 @@ class _Limit:
                 self._before = [(b, n) for b, n in found if n > 1 or _of_each_thread(b)]
             self._calls += 1
             for blas, _ in self._before:
-                blas.set_num_threads(1)
+                _set_threads(blas, 1)
             return max(self._threads // self._calls, 1)
 
     def __exit__(self, *_: object) -> None:
@@ -52,15 +52,24 @@ class _Limit:
             self.restore(every=not self._calls)
 
     def restore(self, *, every: bool) -> None:
-        """Give back the numbers of all threads, or what OpenMP keeps for this thread."""
+        """Give back the numbers of all threads, or what OpenMP or MKL keeps for this thread."""
         for blas, threads in self._before:
             if every or _of_each_thread(blas):
-                blas.set_num_threads(threads)
+                _set_threads(blas, threads)
+
+
+def _set_threads(blas: Any, number: int) -> None:
+    """Set it for OpenBLAS from any thread: threadpoolctl 3.8 heeds only the first that asks."""
+    clear = getattr(blas, "clear_controlling_thread", lambda **_: None)
+    clear(force=True)
+    blas.set_num_threads(number)
+    clear()
 
 
 def _of_each_thread(blas: Any) -> bool:
-    """Whether each thread has a number of its own."""
-    return bool(blas.threading_layer == "openmp")
+    """Whether each thread has a number of its own: MKL since threadpoolctl asks for that."""
+    own: bool = "MKL_Set_Num_Threads_Local" in blas.check_symbols
+    return own or bool(blas.threading_layer == "openmp")
 
 
 @functools.cache
