@@ -417,6 +417,8 @@ def test_copies_of_formulas_are_formulas(copied):
     """Where their functions can be pickled, as those of a module."""
     mod = score_mod(by_slope, slope_of_one, "score - slopes[h]", slopes=SLOPES)
     again = copied(cuflash.Options(score_mod=mod, enable_gqa=True))
+    shared = again.score_mod.arrays["slopes"] is mod.arrays["slopes"]
+    assert shared is (copied is copy.copy)
     assert (again.score_mod.expression, again.score_mod.grad) == (mod.expression, mod.grad)
     given = inputs(np.float32)
     expected = results(cuflash, given, {"score_mod": mod})
