@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import sys
@@ -209,6 +210,12 @@ def allocate(xp: ModuleType, argument: str, shape: tuple[int, ...], dtype: Any) 
     if xp is not np and is_capturing():
         refuse_capture(argument, f"an array of shape {shape} and dtype {dtype}")
     return xp.empty(shape, dtype)
+
+
+def deeply_copied(value: Any, memo: dict[int, Any]) -> Any:
+    """The ``__deepcopy__`` of what pickles by keywords, with copies of its arrays."""
+    build, _ = value.__reduce__()
+    return build.func(**copy.deepcopy(build.keywords, memo))
 
 
 def _from_cuda_array_interface(cupy: ModuleType, array: Any) -> Array:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, overload
 
-from cuflash._arrays import Array
+from cuflash._arrays import Array, deeply_copied
 
 if TYPE_CHECKING:  # defaults of type variables came with Python 3.13
     from typing_extensions import TypeVar as WithDefault
@@ -81,6 +81,8 @@ class Gradients(Generic[ArrayT, OptionT]):
         """By names, so that fields can be added: version 0.1 pickled a list of seven."""
         values = {name: getattr(self, name) for name in _GRADIENTS}
         return functools.partial(type(self), **values, order=getattr(self, "order", ())), ()
+
+    __deepcopy__ = deeply_copied
 
 
 _GRADIENTS = ("dq", "dk", "dv", "dbias", "dslopes", "dsink", "dscale")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from test_any_argument import NAMED, VALUES, X
 
 import cuflash
@@ -176,25 +177,41 @@ NOT_TRIED = {
 CASES = [(name, argument) for name, d in DOORS.items() for argument in (*d.right, *d.others)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "argument"), CASES)
-def test_any_value_works_or_is_refused_by_name(name, argument):
+def works_or_says_why(name: str, wrong: dict[str, Any]) -> None:
     call, right, _ = DOORS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of NumPy about numbers, of Hypothesis about strategies
-        for label, make in VALUES.items():
-            if (name, argument, label) in NOT_TRIED:
-                continue
-            try:
-                call(**right | {argument: make()})
-            except AssertionError:
-                if name != "assert_attention_close":
-                    raise
-            except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-                text = str(error)
-                if not (NAMED.match(text) or ALSO_NAMED.match(text)) or len(text) > 2000:
-                    message = f"{argument} = {label}: {type(error).__name__}: {text[:2000]}"
-                    raise AssertionError(message) from error
+        try:
+            call(**right | wrong)
+        except AssertionError:
+            if name != "assert_attention_close":
+                raise
+        except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+            text = str(error)
+            if not (NAMED.match(text) or ALSO_NAMED.match(text)) or len(text) > 2000:
+                raise AssertionError(f"{type(error).__name__}: {text[:2000]}") from error
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "argument"), CASES)
+def test_any_value_works_or_is_refused_by_name(name, argument):
+    for label, make in VALUES.items():
+        if (name, argument, label) not in NOT_TRIED:
+            works_or_says_why(name, {argument: make()})
+
+
+@settings(suppress_health_check=list(HealthCheck), deadline=None)
+@given(data=st.data())
+def test_any_values_together_work_or_are_refused_by_name(data):
+    name = data.draw(st.sampled_from(sorted(DOORS)), label="function")
+    _, right, others = DOORS[name]
+    names = st.sampled_from((*right, *others))
+    labels = data.draw(
+        st.dictionaries(names, st.sampled_from(sorted(VALUES)), max_size=3, min_size=1)
+    )
+    if not NOT_TRIED.isdisjoint((name, *pair) for pair in labels.items()):
+        return
+    works_or_says_why(name, {argument: VALUES[label]() for argument, label in labels.items()})
 
 
 def test_the_right_arguments_are_right():

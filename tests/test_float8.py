@@ -7,6 +7,7 @@ import pickle
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -93,11 +94,19 @@ def test_the_definition_of_a_gradient_is_that_of_dequantised_arrays() -> None:
 
 def test_results_of_another_library_are_close_in_their_own_dtype() -> None:
     """bfloat16 where it has, and otherwise no less exact than float32."""
-    q, k, v = (of_8_bits((2, 70, 16), i) for i in range(3))
+    q, k, v, dout = (of_8_bits((2, 160, 16), i) for i in range(4))
     own = {"q_scale": 0.5, "v_scale": powers_of_two((2, 3, 1), 1)}
     exact = reference.attention(q, k, v, return_lse=True, **own)
+    gradients = reference.attention_backward(dout, q, k, v, **own)
     for dtype in (*RESULTS, np.float64):
-        assert_attention_close((exact.out.astype(dtype), exact.lse), q, k, v, **own)
+        result = (exact.out.astype(dtype), exact.lse)
+        rounded = cuflash.Gradients(*(g.astype(dtype) for g in gradients))
+        given_ = {"gradients": rounded, "dout": dout, **own}
+        assert_attention_close(result, q, k, v, **given_)
+        eps = float(ml_dtypes.finfo(BF16 if dtype == BF16 else np.float16).eps)
+        rounded.dv[...] = rounded.dv.astype(float) * (1 + 4 * eps)
+        with pytest.raises(AssertionError, match="dv"):
+            assert_attention_close(result, q, k, v, **given_)
     with pytest.raises(AssertionError):
         assert_attention_close(exact.out * 1.2, q, k, v, **own)
 
@@ -201,9 +210,7 @@ def in_order(array: np.ndarray, pair: tuple[int, int]) -> np.ndarray:
 
 @pytest.mark.parametrize("functions", [cuflash, reference], ids=["cuflash", "reference"])
 def test_axes_belong_to_the_elements_and_not_to_scales(functions: Any) -> None:
-    batch = (2, 3)
-    q, k, v = (of_8_bits((*batch, 40, 16), i) for i in range(3))
-    dout = of_8_bits((*batch, 40, 16), 3, E5M2)
+    q, k, v, dout = (of_8_bits((2, 3, 40, 16), i) for i in range(4))
     there = [np.moveaxis(a, (-2, -1), pair) for a, pair in zip((q, k, v), AXES, strict=False)]
     dout_there = np.moveaxis(dout, (-2, -1), AXES[3])
     own = {"q_scale": powers_of_two((2, 3, 5, 1), 1), "k_scale": powers_of_two((3, 1, 1), 2)}
@@ -268,7 +275,9 @@ def test_a_workspace_is_that_of_dequantised_arrays() -> None:
             assert (ours.dtype, ours.shape, ours.strides) == (
                 theirs.dtype, theirs.shape, theirs.strides,
             )  # fmt: skip
-    assert cuflash.workspace_size(q, k, v, q_scale=2.0, backward=True) == 0
+    for kind in (E4M3, E5M2):
+        of_kind = [a.view(kind) for a in (q, k, v)]
+        assert cuflash.workspace_size(*of_kind, q_scale=2.0, backward=True) == 0
 
 
 def test_scales_for_kernels() -> None:
@@ -413,7 +422,7 @@ def test_gradients_on_a_gpu(cupy: Any, out: Any) -> None:
     grads = cuflash.attention_backward(on_gpu(cupy, dout), *there, *results, **moved)
     assert {g.dtype for g in grads} == {np.dtype(out)}
     assert_attention_close(
-        (on_host(results[0]), results[1].get()), q, k, v, dout=dout.astype(out),
+        (on_host(results[0]), results[1].get()), *there, dout=on_gpu(cupy, dout),
         gradients=cuflash.Gradients(*(on_host(g) for g in grads)), **own,
     )  # fmt: skip
 

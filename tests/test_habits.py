@@ -114,6 +114,31 @@ def test_they_are_not_copied(dtype, exporter):
     np.testing.assert_array_equal(taken, array)
 
 
+def test_no_other_dtype_is_taken_for_bfloat16():
+    """Of 16 bits that are no bfloat16, and of a code whose numbers NumPy lacks."""
+
+    class Coded(Foreign):
+        def __dlpack__(self, **keywords):
+            capsule = super().__dlpack__(**keywords)
+            tensor = _KEPT[-1][1]
+            tensor.code, tensor.bits = self.dtype
+            return capsule
+
+    for dtype in ((4, 32), (3, 16), (10, 8)):
+        array = Coded(np.ones((4, 6), np.uint16))
+        array.dtype = dtype
+        with pytest.raises(TypeError, match=r"q: got .* not handed out"):
+            native("q", array)
+
+
+@pytest.mark.parametrize("kind", [np.matrix, np.recarray])
+def test_kinds_of_numpy_arrays_are_plain_arrays(kind):
+    array = np.arange(6.0).reshape(2, 3)
+    taken = native("q", array.view(kind))
+    assert type(taken) is np.ndarray
+    assert np.shares_memory(taken, array)
+
+
 def test_another_device_is_named_with_advice():
     elsewhere = Foreign(np.ones((4, 6)), device=(8, 0))  # Metal
     with pytest.raises(TypeError, match=r"^q: got .*Foreign, .* copy it to the host"):

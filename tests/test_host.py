@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import itertools
@@ -17,6 +18,7 @@ from ml_dtypes import bfloat16, finfo
 
 import cuflash
 from cuflash import reference
+from cuflash._host import tiles as host_tiles
 from cuflash._host.scores import Scores, Tile
 from cuflash._problem.problem import describe
 from cuflash.testing._budget import Budget
@@ -90,6 +92,16 @@ def test_a_long_sequence_fits():
     for row in rows:
         keys = slice(max(0, row - 4096), row + 1)
         assert_within_budget(out[:, [row]], q[:, [row]], k[:, keys], v[:, keys])
+
+
+def test_little_memory_is_kept_between_calls(monkeypatch):
+    """That of four threads, and none that is large."""
+    most = host_tiles._KEPT_BYTES
+    monkeypatch.setattr(host_tiles, "_kept", [])
+    with contextlib.ExitStack() as calls:
+        for size in (8, 8, 8, most, 8, 8, most + 1):
+            calls.enter_context(host_tiles.workspace())("score", (size,), np.dtype(np.uint8))
+    assert sorted(kept.size for kept in host_tiles._kept) == [8, 8, 8, most]
 
 
 @pytest.mark.slow
@@ -364,6 +376,14 @@ def test_what_nobody_sees_reaches_no_gradient_of_an_option(softcap, sink):
     clean, poisoned = found
     for name, result in clean.items():
         assert poisoned[name].tobytes() == result.tobytes(), name
+
+
+def test_a_batch_of_none_may_have_arrays_of_options():
+    q, options = np.zeros((0, 2, 5, 4)), {"kv_lengths": np.zeros((0, 1), int)}
+    options |= {"offset": np.zeros((0, 1), int), "sink": np.zeros((0, 2)), "bias": np.zeros((5, 5))}
+    found = all_gradients(q, q, q, q, cuflash.Options(**options))
+    assert found["out"].shape == q.shape
+    assert not found["bias"].any()
 
 
 def test_a_sink_of_minus_infinity_is_none():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -17,7 +18,8 @@ from threadpoolctl import ThreadpoolController, threadpool_limits
 import cuflash
 from cuflash._host import cores, forward
 from cuflash._host.cores import Items
-from support.problems import FIELDS
+from cuflash.testing._budget import Budget
+from support.problems import FIELDS, Call, run
 
 BLAS = ThreadpoolController().select(user_api="blas")
 needs_blas = pytest.mark.skipif(
@@ -36,13 +38,20 @@ def numbers_of_threads():
     return [blas.num_threads for blas in BLAS.lib_controllers]
 
 
-def results(shape_q, shape_k, dtype, wrt, options):
+def call_of(shape_q, shape_k, dtype, wrt, options):
     rng = np.random.default_rng(0)
     q, dout = rng.standard_normal((2, *shape_q)).astype(dtype)
     k, v = rng.standard_normal((2, *shape_k)).astype(dtype)
+    return Call(q, k, v, dout, options=options, wrt=wrt)
+
+
+def bits(call):
+    """Of all results."""
+    q, k, v, options = call.q, call.k, call.v, call.options
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
-    gradients = cuflash.attention_backward(dout, q, k, v, out, lse, wrt=wrt, **options)
-    return [out, lse, *(getattr(gradients, FIELDS[name]) for name in wrt)]
+    gradients = cuflash.attention_backward(call.dout, q, k, v, out, lse, wrt=call.wrt, **options)
+    found = [out, lse, *(getattr(gradients, FIELDS[name]) for name in call.wrt)]
+    return [np.asarray(array).tobytes() for array in found]
 
 
 QKV = ("q", "k", "v")
@@ -63,17 +72,43 @@ CASES = {
             "dropout": 0.25, "seed": 3,
         },
     ),
+    "a bias of all pairs": (
+        (1100, 8), (300, 8), np.float32, (*QKV, "bias"),
+        {"bias": np.sin(np.arange(1100 * 300, dtype=np.float32)).reshape(1100, 300)},
+    ),
+    # Pieces of the last queries have the fewest keys, and end first.
+    "fewer and fewer keys": ((1500, 8), (1500, 8), np.float32, QKV, {"window": (0, None)}),
 }  # fmt: skip
 
 
 @needs_blas
 @pytest.mark.parametrize("case", CASES)
 def test_bits_do_not_depend_on_the_number_of_threads(case, worth_threads):
-    found = []
+    call, found = call_of(*CASES[case]), []
     for threads in (1, 2, 3, 3):
         with threadpool_limits(threads):
-            found.append([np.asarray(array).tobytes() for array in results(*CASES[case])])
+            found.append(bits(call))
     assert all(again == found[0] for again in found[1:])
+
+
+@needs_blas
+@pytest.mark.parametrize("worth", [2, 3, 5])
+def test_bits_do_not_depend_on_threads_that_few_operations_are_worth(worth, monkeypatch):
+    call, found = call_of(*CASES["fewer and fewer keys"]), []
+    operations = 2 * 1500 * 1500 * 16
+    monkeypatch.setattr(cores, "WORTH_A_THREAD", operations / worth)
+    for threads in (1, 2, 3, 4):
+        with threadpool_limits(threads):
+            found.append(bits(call))
+    assert all(again == found[0] for again in found[1:])
+
+
+@pytest.mark.parametrize("case", ["one head", "gradients of options", "a bias of all pairs"])
+def test_pieces_add_up_to_the_whole(case, worth_threads):
+    call = call_of(*CASES[case])
+    result, budget = run(np, call), Budget(call)
+    budget.check_forward(result.out, result.lse)
+    budget.check_backward(result.gradients, given=(result.out, result.lse))
 
 
 @needs_blas
@@ -131,6 +166,82 @@ def test_the_last_of_concurrent_calls_restores_the_limits():
         assert numbers_of_threads() == before
 
 
+@needs_blas
+@pytest.mark.parametrize("caller_ends_first", [True, False])
+def test_a_limit_lasts_from_the_first_call_to_the_end_of_the_last(caller_ends_first):
+    """Whichever thread that is: threadpoolctl 3.8 heeds the first that asked for a number."""
+    with threadpool_limits(2), ThreadPoolExecutor(1) as another:
+        before, one = numbers_of_threads(), [1] * len(BLAS.lib_controllers)
+        enter, leave = cores._limit.__enter__, cores._limit.__exit__
+        first, last = (None, another) if caller_ends_first else (another, None)
+        another.submit(enter).result()
+        assert numbers_of_threads() == one
+        enter()
+        for thread, left in ((first, one), (last, before)):
+            leave() if thread is None else thread.submit(leave).result()
+            assert numbers_of_threads() == left
+        assert another.submit(limited_to, 3).result() == [3] * len(before)
+
+
+def limited_to(number):
+    with threadpool_limits(number):
+        return numbers_of_threads()
+
+
+class OfEachThread(threading.local):
+    """A BLAS of which each thread has a number of its own."""
+
+    number = 4
+
+    def __init__(self, threading_layer, *check_symbols):
+        self.threading_layer, self.check_symbols = threading_layer, check_symbols
+
+    def get_num_threads(self):
+        return self.number
+
+    def set_num_threads(self, number):
+        self.number = number
+
+
+@pytest.mark.parametrize("blas", [("openmp",), ("intel", "MKL_Set_Num_Threads_Local")], ids=str)
+def test_a_number_of_each_thread_is_given_back_by_each(blas, monkeypatch):
+    """A call that is not the last ends, and its thread has its number again."""
+    own = OfEachThread(*blas)
+    monkeypatch.setattr(cores, "_libraries", lambda: [own])
+    limit = cores._Limit()
+    with ThreadPoolExecutor(1) as another:
+        with limit:
+            another.submit(limit.__enter__).result()
+            assert (own.number, another.submit(own.get_num_threads).result()) == (1, 1)
+        assert (own.number, another.submit(own.get_num_threads).result()) == (4, 1)
+        another.submit(limit.__exit__).result()
+        assert (own.number, another.submit(own.get_num_threads).result()) == (4, 4)
+
+
+@needs_blas
+@pytest.mark.parametrize("m_n_width", [(90, 90, 90), (1, 10_000, 8)])
+def test_blas_is_limited_where_a_product_or_a_matrix_is_large(m_n_width):
+    with threadpool_limits(2), cores.single_threaded_blas(*m_n_width):
+        assert numbers_of_threads() == [1] * len(BLAS.lib_controllers)
+
+
+@needs_blas
+def test_threads_treat_floating_point_errors_as_the_call_does(monkeypatch, worth_threads):
+    """Its own thread leaves the work to another; a warning there would be an error."""
+    caller, product = threading.current_thread(), forward.product
+
+    def shared(*given):
+        if threading.current_thread() is caller:
+            time.sleep(0.02)
+        return product(*given)
+
+    monkeypatch.setattr(forward, "product", shared)
+    q = np.full((16, 300, 32), 1e30, np.float32)
+    with threadpool_limits(3), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isnan(cuflash.attention(q, q, q)).all()
+
+
 def in_a_fork(call):
     """The exit status of ``call`` in a forked process; None if it hangs."""
     child = os.fork()
@@ -148,6 +259,42 @@ def in_a_fork(call):
     os.kill(child, 9)
     os.waitpid(child, 0)
     return None
+
+
+class SetsUnderALock:
+    """A BLAS whose number is set under a lock, as threadpoolctl 3.8 does."""
+
+    threading_layer, check_symbols, number = "pthreads", (), 2
+
+    def __init__(self):
+        self.lock, self.locked = threading.Lock(), threading.Event()
+
+    def get_num_threads(self):
+        return self.number
+
+    def set_num_threads(self, number):
+        with self.lock:
+            self.locked.set()
+            time.sleep(0.1)
+            self.number = number
+
+
+@needs_fork
+def test_no_process_is_forked_while_a_call_sets_numbers(monkeypatch):
+    """It would have a lock that is held by a thread which it has not."""
+    blas = SetsUnderALock()
+    monkeypatch.setattr(cores, "_libraries", lambda: [blas])
+
+    def call():
+        with cores._limit:
+            assert blas.number == 1
+
+    other = threading.Thread(target=call)
+    other.start()
+    blas.locked.wait(10)
+    assert in_a_fork(call) == 0
+    other.join()
+    assert blas.number == 2
 
 
 @needs_blas
@@ -222,6 +369,23 @@ def test_formulas_are_called_by_the_thread_of_the_call(kind, worth_threads):
         assert not others
         pullback(out)
     assert not others
+
+
+def test_of_two_errors_the_first_is_raised():
+    caller, both, failed = threading.current_thread(), threading.Barrier(2), threading.Event()
+
+    def worker(items):
+        for _ in items:
+            both.wait(10)
+            if threading.current_thread() is not caller:
+                failed.set()
+                raise ArithmeticError("first")
+            failed.wait(10)
+            time.sleep(0.05)  # until it is kept
+            raise ValueError("second")
+
+    with pytest.raises(ArithmeticError, match="first"):
+        Items(range(2)).work(worker, 2)
 
 
 def raise_in(caller):

@@ -247,6 +247,7 @@ def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
          "pages: got 4 of 2147483647 x 16 x 2147483647 elements, expected pages whose bytes an ad"),
         (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, dtype=None), TypeError,
          "dtype: got None, expected one of float16, bfloat16, float32, float64, float8_e4m3fn, f"),
+        (lambda c, k, v: c.take(()), ValueError, r"parents: got shape \(0,\), expected shape"),
         (lambda c, k, v: c.take([0, 1, 3]), ValueError, "parents: got numbers from 0 to 3"),
         (lambda c, k, v: c.take(np.array([2**64 - 1, 0, 0], np.uint64)), ValueError, "parents:"),
         (lambda c, k, v: c.take((0, -2, 1)), ValueError, "parents: got numbers from -2 to 1"),

@@ -6,6 +6,7 @@ finite differences.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -130,24 +131,27 @@ def test_results_are_written_where_they_are_wanted() -> None:
         cuflash.logsumexp(q, k, out=np.empty((2, 3, 20)))
 
 
-@pytest.mark.parametrize("pair", [FEATURE_FIRST[0], SEQUENCE_OUTSIDE_HEADS[0]])
+ORDERS = (FEATURE_FIRST[0], SEQUENCE_OUTSIDE_HEADS[0])
+
+
+@pytest.mark.parametrize("own", [*itertools.product(ORDERS, ORDERS)])
 @pytest.mark.parametrize("pairs", [2, 4])
-def test_axes(pair: tuple[int, int], pairs: int) -> None:
+def test_axes(own: tuple[tuple[int, int], tuple[int, int]], pairs: int) -> None:
     """Two pairs are enough; results of other axes orders are views of the canonical ones."""
     rng = np.random.default_rng(2)
     canonical = rng.standard_normal((2, 4, 21, 5)), rng.standard_normal((2, 2, 33, 5))
     options = {"enable_gqa": True, "causal": True, "kv_lengths": np.array([[33], [20]])}
     dlse = rng.standard_normal((2, 4, 21))
     expected = cuflash.logsumexp(*canonical, **options)
-    q, k = (np.moveaxis(a, (-2, -1), pair) for a in canonical)
-    axes = [pair] * pairs
+    q, k = (np.moveaxis(a, (-2, -1), pair) for a, pair in zip(canonical, own, strict=True))
+    axes = [*own, (-2, -1), (-2, -1)][:pairs]
     lse = cuflash.logsumexp(q, k, axes=axes, **options)
     np.testing.assert_allclose(lse, expected, rtol=1e-14)
     np.testing.assert_allclose(reference.logsumexp(q, k, axes=axes, **options), lse, rtol=1e-14)
     plain = cuflash.logsumexp_backward(dlse, *canonical, expected, **options)
-    moved = cuflash.logsumexp_backward(dlse, q, k, lse, axes=axes, **options)
+    moved = cuflash.logsumexp_backward(dlse, q, k, lse, axes=tuple(axes), **options)
     other = reference.logsumexp_backward(dlse, q, k, axes=axes, **options)
-    for name in ("dq", "dk"):
+    for name, pair in zip(("dq", "dk"), own, strict=True):
         back = np.moveaxis(getattr(moved, name), pair, (-2, -1))
         np.testing.assert_allclose(back, getattr(plain, name), rtol=1e-12, atol=1e-14)
         np.testing.assert_allclose(

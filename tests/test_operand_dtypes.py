@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import find, settings
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, finfo
 
 import cuflash
 from cuflash import _arrays
@@ -196,6 +196,19 @@ def test_float64_is_rounded_once(xp: ModuleType, dtype: Any) -> None:
     with np.errstate(over="ignore"):
         write_rounded(found, xp.asarray(beyond))
     np.testing.assert_array_equal(memory.to_numpy(found).astype(np.float64), expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16])
+def test_a_gradient_in_float64_is_rounded_once(dtype: Any, packed: bool) -> None:
+    """One query gives all its weight to one key: dv is dout, just beyond a tie of 16 bits."""
+    ulp = float(finfo(dtype).eps)
+    zero, dout = np.zeros((1, 1)), np.array([[1 + ulp / 2 + 2.0**-40]])
+    ends = [[0, 1], [0, 1]] if packed else []
+    backward = cuflash.attention_varlen_backward if packed else cuflash.attention_backward
+    dv = backward(dout, zero, zero, zero.astype(dtype), zero, zero[0], *ends).dv
+    assert dv.dtype == dtype
+    assert float(dv[0, 0]) == 1 + ulp
 
 
 @pytest.mark.full

@@ -184,3 +184,13 @@ def test_copies_of_options_are_options(copied):
     assert again.arrays["bias"] is again.bias
     for name, array in options.arrays.items():
         np.testing.assert_array_equal(again.arrays[name], array)
+    assert (again.bias is bias) is (copied is copy.copy)
+    scaled = Options(q_scale=np.ones((1, 1)), k_scale=2.0, v_scale=np.ones((3, 1)))
+    again = copied(scaled)
+    assert (again.q_scale is scaled.q_scale) is (copied is copy.copy)
+    np.testing.assert_array_equal(again.v_scale, scaled.v_scale)
+    assert again.k_scale == 2.0
+    made = cuflash.Gradients(dk=np.ones(3), dq=np.zeros(2), order=("dk", "dq"))
+    again = copied(made)
+    assert (again.dk is made.dk) is (copied is copy.copy)
+    np.testing.assert_array_equal(np.concatenate([*again]), [1, 1, 1, 0, 0])

@@ -238,6 +238,12 @@ def test_a_formula_that_raises_leaves_out_as_it_was(lengths: tuple[int, ...]) ->
         ({3: np.zeros((3, 3))}, TypeError, "page_table: got dtype float64, expected integers"),
         ({3: np.full((3, 3), 7)}, ValueError, "page_table: got numbers from 7 to 7"),
         ({3: np.full((3, 3), -1)}, ValueError, "page_table: got numbers from -1 to -1"),
+        (
+            {1: np.zeros((7, 2, 4, 6), complex)},
+            TypeError,
+            "k_pages: got dtype complex128",
+        ),
+        ({4: []}, ValueError, r"kv_lengths: got shape \(0,\), expected shape \(3,\)"),
         ({4: [1, 2]}, ValueError, r"kv_lengths: got shape \(2,\), expected shape \(3,\)"),
         ({4: [1, 2, 13]}, ValueError, "kv_lengths: got values from 1 to 13"),
         ({4: [[1], [2, 3], [4]]}, TypeError, "kv_lengths: got list that is no number"),
@@ -280,6 +286,8 @@ def test_the_size_of_a_workspace_is_checked_as_the_call_is() -> None:
         cuflash.workspace_size(q, k_pages, v_pages, backward=True, **given)
     with pytest.raises(TypeError, match="options: got kv_lengths, expected no kv_lengths"):
         cuflash.workspace_size(q, k_pages, v_pages, kv_lengths=3, **given)
+    with pytest.raises(TypeError, match="page_table: got page_table together with cu_seqlens_q or"):
+        cuflash.workspace_size(q, k_pages, v_pages, cu_seqlens_k=[0, 1], **given)
     with pytest.raises(ValueError, match=r"page_table: got shape \(2, 3\)"):
         cuflash.workspace_size(q, k_pages, v_pages, enable_gqa=True, page_table=table[:2])
 

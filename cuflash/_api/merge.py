@@ -132,7 +132,7 @@ def _merged(xp: ModuleType, outs: Array, lses: Array) -> AttentionResult:
         weight = xp.exp(parts - shift)
         total = weight.sum(0)
         lse = shift + xp.log(total)
-        weight = (weight / xp.where(total == 0, 1, total))[..., None]
+        weight = (weight / total)[..., None]
         scaled = weight * outs.astype(xp.promote_types(dtype, arithmetic(outs.dtype)))
         out = xp.where(xp.isneginf(parts)[..., None], 0, scaled).sum(0)
         return AttentionResult(out, lse)

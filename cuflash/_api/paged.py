@@ -232,6 +232,7 @@ def _native(q: Any, k_pages: Any, v_pages: Any, page_table: Any) -> dict[str, Ar
     *matrices, table = given.items()
     for name, array in matrices:
         require_float(name, array)
+    for name, array in matrices:
         if array.dtype != given["k_pages"].dtype:
             fix = f"convert {name}: pages are not converted"
             expected = f"dtype {given['k_pages'].dtype} as in k_pages"

@@ -12,7 +12,7 @@ from cuflash._api.dispatch import launch
 from cuflash._api.paged import workspace_of_pages
 from cuflash._api.varlen import ends_of
 from cuflash._arrays import Array, on_own_device
-from cuflash._errors import wrong_value
+from cuflash._errors import wrong_type, wrong_value
 from cuflash._problem.checks import flag
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.packed import describe_packed
@@ -73,6 +73,9 @@ def workspace_size(
         if backward:
             fix = "call attention_vjp on keys and values in order"
             raise wrong_value("backward", True, "False: pages have no gradient", fix)
+        if not cu_seqlens_q is cu_seqlens_k is None:
+            got = "page_table together with cu_seqlens_q or cu_seqlens_k"
+            raise wrong_type("page_table", got, "pages or packed sequences, not both")
         return workspace_of_pages(q, k, v, page_table, chosen, axes, precision)
     xp, given, qkv = operands(q, k, v)
     if cu_seqlens_q is None and cu_seqlens_k is None:

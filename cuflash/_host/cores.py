@@ -29,38 +29,47 @@ class _Limit:
     """One BLAS thread while any call runs, counted; then as many as there were."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._calls = 0
         self._threads = 1
         self._before: list[tuple[Any, int]] = []
 
     def __enter__(self) -> int:
         """Return the number of threads that BLAS would have used, divided by the calls that run."""
-        with self._lock:
+        with self.lock:
             if not self._calls:
                 found = [(blas, blas.get_num_threads()) for blas in _libraries()]
                 self._threads = min((n for _, n in found), default=available())
                 self._before = [(b, n) for b, n in found if n > 1 or _of_each_thread(b)]
             self._calls += 1
             for blas, _ in self._before:
-                blas.set_num_threads(1)
+                _set_threads(blas, 1)
             return max(self._threads // self._calls, 1)
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
+        with self.lock:
             self._calls -= 1
             self.restore(every=not self._calls)
 
     def restore(self, *, every: bool) -> None:
-        """Give back the numbers of all threads, or what OpenMP keeps for this thread."""
+        """Give back the numbers of all threads, or what OpenMP or MKL keeps for this thread."""
         for blas, threads in self._before:
             if every or _of_each_thread(blas):
-                blas.set_num_threads(threads)
+                _set_threads(blas, threads)
+
+
+def _set_threads(blas: Any, number: int) -> None:
+    """Set it for OpenBLAS from any thread: threadpoolctl 3.8 heeds only the first that asks."""
+    clear = getattr(blas, "clear_controlling_thread", lambda **_: None)
+    clear(force=True)
+    blas.set_num_threads(number)
+    clear()
 
 
 def _of_each_thread(blas: Any) -> bool:
-    """Whether each thread has a number of its own."""
-    return bool(blas.threading_layer == "openmp")
+    """Whether each thread has a number of its own: MKL since threadpoolctl asks for that."""
+    own: bool = "MKL_Set_Num_Threads_Local" in blas.check_symbols
+    return own or bool(blas.threading_layer == "openmp")
 
 
 @functools.cache
@@ -82,7 +91,12 @@ def _forget_calls_of_the_parent() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_calls_of_the_parent)
+    os.register_at_fork(
+        # No thread is just setting a number then: a lock of threadpoolctl would stay locked.
+        before=lambda: _limit.lock.acquire(),
+        after_in_parent=lambda: _limit.lock.release(),
+        after_in_child=_forget_calls_of_the_parent,
+    )
 
 
 def available() -> int:

@@ -177,6 +177,8 @@ def integers(name: str, value: Any, *, optional: bool = True) -> Array | int:
 def integer_array(name: str, value: Any, expected: str) -> Array:
     """An integer array, or one made of a list."""
     array = _of_list(name, value, expected)
+    if isinstance(value, list) and not array.size:  # which NumPy takes for floats
+        array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
         raise wrong_type(name, f"dtype {array.dtype}", expected)
     return array

@@ -42,7 +42,7 @@ WORDS = {
         ("window_size", "local_window_size", "sliding_window", "local_window"),
         "did you mean window=(left, right)? None is unbounded, where flash-attn writes -1",
     ),
-    "is_causal": 'did you mean causal=? PyTorch aligns at the first key: causal="top_left"',
+    "is_causal": 'did you mean causal=? PyTorch and JAX align at the first key: causal="top_left"',
     **dict.fromkeys(("attn_mask", "attention_mask"), _MASK),
     "key_padding_mask": "did you mean kv_lengths=, or mask=~padding[:, None, None, :]?",
     "block_mask": "did you mean mask_mod=cuflash.MaskMod(...), or segment_ids=?",

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
-from cuflash._arrays import Array
+from cuflash._arrays import Array, deeply_copied
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.habits import unknown_keyword
 from cuflash._problem.option_table import FIELDS, OPTIONS
@@ -172,6 +172,8 @@ class Options:
         """Build the options again when unpickling: hashes of strings differ between processes."""
         values = {name: getattr(self, name) for name in OPTION_NAMES}
         return functools.partial(type(self), **values), ()
+
+    __deepcopy__ = deeply_copied
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Options):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._arrays import Array, native
+from cuflash._arrays import Array, deeply_copied, native
 from cuflash._errors import shown, wrong_type, wrong_value
 
 _RESERVED = ("score", "b", "h", "q", "k")
@@ -65,6 +65,8 @@ class _Modifier:
         """Build the formula again when unpickling: what keeps its arrays has no pickle."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return functools.partial(type(self), **values | {"arrays": dict(self.arrays)}), ()
+
+    __deepcopy__ = deeply_copied
 
 
 @dataclass(frozen=True, slots=True, eq=False)

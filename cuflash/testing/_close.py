@@ -11,7 +11,7 @@ from cuflash._api.arguments import QKV
 from cuflash._arrays import is_cupy, native
 from cuflash._errors import wrong_type, wrong_value
 from cuflash._problem.checks import FLOATS, require_shape
-from cuflash._problem.float8 import RESULTS
+from cuflash._problem.float8 import FLOAT8, RESULTS
 from cuflash._problem.operand import checked_axes
 from cuflash._problem.option_table import FIELDS
 from cuflash._problem.options import OPTION_NAMES, Options, ScoreOptions, resolve
@@ -182,12 +182,15 @@ def _moved(name: str, value: Any) -> Any:
 def _on_the_host(name: str, array: Any) -> Any:
     """An array as NumPy's."""
     own = native(name, array)
-    return own.get() if is_cupy(own) else own
+    if not is_cupy(own):
+        return own
+    # CuPy copies no elements of 8-bit floats, which an array that is not contiguous needs.
+    return own.view(np.uint8).get().view(own.dtype) if own.dtype in FLOAT8 else own.get()
 
 
 def _real(name: str, array: Any) -> Any:
     """An array of real numbers as NumPy's; of complex ones a part would not be looked at."""
     own = _on_the_host(name, array)
-    if own.dtype.kind not in "iuf" and own.dtype not in FLOATS:
+    if own.dtype.kind not in "iuf" and own.dtype not in (*FLOATS, *FLOAT8):
         raise wrong_type(name, f"dtype {own.dtype}", "real numbers")
     return own
