@@ -65,6 +65,7 @@ OPTIONS: dict[str, Any] = {
     "segments": lambda rng, m, n: {
         "segment_ids": (rng.integers(0, 2, (BATCH, 1, m)), rng.integers(0, 2, n)),
     },
+    "one segment": lambda rng, m, n: {"segment_ids": (np.array([1]), rng.integers(0, 2, n))},
     "pairs": lambda rng, m, n: {
         "bias": rng.standard_normal((HEADS, m, n)), "mask": rng.random((m, n)) > 0.3,
         "causal": True, "sink": rng.standard_normal(HEADS),

@@ -78,6 +78,8 @@ WRONG = {
         lambda a: cuflash.attention(a.q, a.k[..., :7], a.v), ValueError, "k", "head_dim 7.*8"),
     "values for other keys": (
         lambda a: cuflash.attention(a.q, a.k, a.v[..., :6, :]), ValueError, "v", "6 values.*7"),
+    "keys without values": (
+        lambda a: cuflash.attention(a.q, a.k[..., :6, :], a.v), ValueError, "v", "7 values.*6"),
     "head_dim 0": (
         lambda a: cuflash.attention(a.q[..., :0], a.k[..., :0], a.v), ValueError, "q",
         "at least 1"),
@@ -297,6 +299,9 @@ WRONG = {
     "out of a wrong dtype": (
         lambda a: cuflash.attention(*a.qkv, out=a.out.astype(np.float64)), TypeError, "out",
         "float64.*float32"),
+    "out of float32 for float64": (
+        lambda a: cuflash.attention(a.q.astype(np.float64), a.k, a.v, out=a.out), TypeError, "out",
+        "expected dtype float64"),
     "out read-only": (
         lambda a: cuflash.attention(*a.qkv, out=read_only(a.out)), ValueError, "out",
         "can be written"),
@@ -506,6 +511,7 @@ def test_the_legal_neighbour_of_every_wrong_call_passes():
     assert result.lse is a.lse
     np.testing.assert_allclose(a.out, cuflash.reference.attention(*a.qkv), rtol=1e-5, atol=1e-6)
     cuflash.attention_backward(a.dout, *a.qkv, a.out, a.lse, dlse=np.ones((2, 4, 5)))
+    cuflash.attention(a.q.astype(np.float64), a.k, a.v, scale=1e39)
 
 
 ARRAY_OPTIONS = {

@@ -378,6 +378,14 @@ def test_what_nobody_sees_reaches_no_gradient_of_an_option(softcap, sink):
         assert poisoned[name].tobytes() == result.tobytes(), name
 
 
+def test_a_batch_of_none_may_have_arrays_of_options():
+    q, options = np.zeros((0, 2, 5, 4)), {"kv_lengths": np.zeros((0, 1), int)}
+    options |= {"offset": np.zeros((0, 1), int), "sink": np.zeros((0, 2)), "bias": np.zeros((5, 5))}
+    found = all_gradients(q, q, q, q, cuflash.Options(**options))
+    assert found["out"].shape == q.shape
+    assert not found["bias"].any()
+
+
 def test_a_sink_of_minus_infinity_is_none():
     """Also beside one that is finite, and for a row that sees no key."""
     q, k, v = normal(2, 6, 5)
