@@ -278,13 +278,16 @@ def test_agreements_are_forgotten(monkeypatch):
     assert comm.agreements.number == 12
 
 
-def test_values_of_other_numbers_of_heads_than_keys():
-    """Of two methods that exchange heads neither could say which ones a rank needs."""
+@pytest.mark.parametrize(
+    ("heads", "message"), [((4, 4, 1), "4 key/value heads"), ((1, 4, 4), "4 query heads")]
+)
+@pytest.mark.parametrize("method", ["ulysses", "usp"])
+def test_arrays_of_other_numbers_of_heads(heads, message, method):
+    """Which of them a rank needs could not be said."""
     comm = distributed.simulated(4)
-    q, k, v = ([np.ones((n, 4, 8))] * 4 for n in (4, 4, 1))
-    for method in ("ulysses", "usp"):
-        with pytest.raises(NotImplementedError, match="4 key/value heads, which"):
-            distributed.attention(q, k, v, comm=comm, method=method)
+    q, k, v = ([np.ones((n, 4, 8))] * 4 for n in heads)
+    with pytest.raises(NotImplementedError, match=f"{message}, which"):
+        distributed.attention(q, k, v, comm=comm, method=method)
     assert distributed.attention(q, k, v, comm=comm)[0].shape == (4, 4, 8)
 
 
