@@ -114,8 +114,11 @@ def own_of(communicator: Communicator, rank: int, name: str, value: Any) -> Any:
     if not communicator.in_lists:
         return value
     if not isinstance(value, list | tuple) or len(value) != communicator.size:
+        got = type(value).__name__
+        if isinstance(value, list | tuple):
+            got = f"a {got} of {len(value)}"
         expected = f"a list of {communicator.size} arrays, one for each rank"
-        raise wrong_type(name, type(value).__name__, expected, "this process runs all ranks")
+        raise wrong_type(name, got, expected, "this process runs all ranks")
     return value[rank]
 
 
