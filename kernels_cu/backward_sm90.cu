@@ -30,7 +30,7 @@
 //   ds_empty     1                  dq was multiplied with it: stage the next
 //   dq_full      4 (warps)          a part of dq is staged: add them
 //   dq_empty     1                  they were read: stage the next
-//   keys_empty   4 consumers + 1    k and v of the tile were read: load the next
+//   keys_empty   4 consumers + 4    k and v of the tile were read: load the next
 //   tile_full    1                  the next tile is drawn
 //   tile_empty   tile_readers       it was read: draw the one after the next
 //   others                          sm90/dkv_producer.cuh
@@ -83,7 +83,7 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
     for (int part = 0; part < DqAccum::parts; ++part) init(smem.dq_full[i][part], 4);
     init(smem.dq_empty[i], 1);
   }
-  init(smem.keys_empty, 4 * consumers * reader_arrivals + 1);
+  init(smem.keys_empty, 4 * consumers * reader_arrivals + 4);
   for (int i = 0; i < 2; ++i) {
     init(smem.tile_full[i], 1);
     init(smem.tile_empty[i], tile_readers);
@@ -215,7 +215,7 @@ struct Multiplier {
       if (tile < 0) break;
       wait(smem.keys_full, tiles.keys_parity());
       multiply_tile(KeyTile::at(params, tile));
-      arrive_if(smem.keys_empty, leads_warpgroup());
+      arrive_as_warp(smem.keys_empty);  // of a tile without queries no product joins the warps
     }
     wait_for_staging();  // once: a writer that is told to end says nothing any more
 #pragma unroll 1

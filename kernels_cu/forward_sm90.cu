@@ -8,10 +8,11 @@
 //       p = exp(s - m');  l = l exp(m - m') + rowsum p;  o = o exp(m - m') + p v
 //     out = o / l,  lse = m + log l                         a sink joins m and l here
 //
-// Warpgroup 0 produces: warp 0 draws tiles and loads, warp 1 stores results. The others consume 64
-// rows of the tile each; s of a block is multiplied together with p v of the block before, so that
-// the softmax runs under p v. m' keeps the old maximum unless a row's grew by more than a factor of
-// 2^8. docs/forward-sm90.md draws the schedule.
+// Warpgroup 0 produces: warp 0 draws tiles and loads, warp 1 stores results, warp 2 clears rows
+// that belong to no packed sequence. The others consume 64 rows of the tile each; s of a block is
+// multiplied together with p v of the block before, so that the softmax runs under p v. m' keeps
+// the old maximum unless a row's grew by more than a factor of 2^8. Where keys are split, a thread
+// block has one part of one tile. docs/forward-sm90.md draws the schedule.
 //
 // Shared memory: q[num_q_stages], k[num_stages], v[num_stages], every tile in panels of 64 columns;
 // out is staged in q where there are two. The barriers' table is in sm90/shared_memory.cuh.

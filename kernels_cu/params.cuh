@@ -268,7 +268,7 @@ struct DeltaParams {
   Grid grid;
   int32_t seqlen_q;
   int32_t head_dim_v;
-  int32_t num_turns;            // no more than threads; 0 where no kernel takes turns
+  int32_t num_turns;            // 0 where no kernel takes turns
   int32_t recomputes_far_rows;  // what Score says of the passes
 };
 

@@ -15,7 +15,9 @@ from cuflash._kernels.cache_grow import CacheGrowConfig
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuflash._launch import cache as kernels
+from cuflash._select import hardware
 from support.host_device import COMPILER, HostDevice, host_device, on_device
+from support.recorded_launches import recorded_launches
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 # Rows wider than a warp, more keys than a thread block writes, and more pages of a sequence than a
@@ -213,6 +215,19 @@ def test_shared_memory_has_bits_for_every_page(pages: int) -> None:
     config = CacheGrowConfig.of(pages)
     assert 32 * config.page_words >= pages
     assert 8 * config.page_words < config.smem_bytes <= 99 << 10
+
+
+@pytest.mark.parametrize("arch", hardware.ARCHITECTURES)
+def test_a_cache_has_no_more_pages_than_shared_memory_has_bits_for(arch: str) -> None:
+    own = hardware.typical(arch)
+    with recorded_launches() as (library, _), hardware.assumed(own):
+        most = kernels.most_pages()
+        assert CacheGrowConfig.of(most).smem_bytes <= own.limits.block_smem
+        assert most == 2**18 or CacheGrowConfig.of(most + 1).smem_bytes > own.limits.block_smem
+        given = {"max_length": 1, "page_size": 1, "like": library.empty(1, np.float16)}
+        with pytest.raises(ValueError, match=f"pages: got {most + 1}, expected at most {most} on"):
+            cuflash.KVCache(1, 1, 1, pages=most + 1, **given)
+        assert cuflash.KVCache(1, 1, 1, pages=most, **given).k_pages.shape[0] == most
 
 
 @pytest.mark.usefixtures("device")

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash._kernels.config import KernelConfig
+from cuflash._problem.problem import describe
 from support import covering, derivatives
 from support.nvrtc import compiler_of
 from support.parts import kernels_of_part
@@ -67,6 +69,21 @@ def test_they_compile_without_spills(arch: str, generation: int) -> None:
         assert not report.spill_bytes, config
         assert all(DEPRECATED in text for text in report.warnings), config
         assert config.smem_bytes <= select_hardware.typical(arch).limits.block_smem
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16])
+def test_narrow_heads_of_16_bits_compile(dtype: Any, generation: int) -> None:
+    """These kernels never have tensor cores, but round two numbers at once from sm_80 on."""
+    hardware = select_hardware.typical("sm_75")
+    q, bias = np.zeros((2, 100, 4), dtype), np.zeros((2, 1, 100), np.float32)
+    problem = describe(q, q, q, cuflash.Options(bias=bias))
+    configs = [forward_of(problem, hardware), *backward_of(problem, hardware)]
+    assert sum("narrow" in config.kernel for config in configs) == 3
+    for config in configs:
+        report = test_compile.compile_static(config, "sm_75", compiler_of(generation))
+        assert not report.spill_bytes, config
+        assert not report.warnings, config
 
 
 @pytest.mark.full

@@ -65,6 +65,7 @@ OPTIONS: dict[str, Any] = {
     "segments": lambda rng, m, n: {
         "segment_ids": (rng.integers(0, 2, (BATCH, 1, m)), rng.integers(0, 2, n)),
     },
+    "one segment": lambda rng, m, n: {"segment_ids": (np.array([1]), rng.integers(0, 2, n))},
     "pairs": lambda rng, m, n: {
         "bias": rng.standard_normal((HEADS, m, n)), "mask": rng.random((m, n)) > 0.3,
         "causal": True, "sink": rng.standard_normal(HEADS),
@@ -376,6 +377,10 @@ def test_ranks_that_make_different_calls():
         distributed.attention(wrong, x, x, comm=comm)
     with pytest.raises(TypeError, match="k: got ndarray, expected a list of 2 arrays"):
         distributed.attention(x, np.ones((8, 4)), x, comm=comm)
+    with pytest.raises(TypeError, match="v: got a list of 1, expected a list of 2 arrays"):
+        distributed.attention(x, x, x[:1], comm=comm)
+    with pytest.raises(ValueError, match="axis: got -2, expected an axis from -1 to 0"):
+        distributed.shard(np.arange(3), comm=comm)
     with pytest.raises(ValueError, match="q_lengths: got 17, expected a length from 0 to 16"):
         distributed.attention(x, x, x, comm=comm, q_lengths=17)
     for not_one in (3, None):

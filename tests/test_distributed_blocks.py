@@ -50,10 +50,13 @@ def sharded(draw):
     return held, draw(SIDES), draw(st.just(0) | SIDES), offset
 
 
+#: The second chunk of queries sees all of the first keys, and some of their neighbours here.
+IN_PART = ([chunks_of(16, 2, "zigzag")] * 2, None, 0, 1)
 #: The first chunk of queries has its sink with keys that the second sees none of.
 WITHOUT_THE_FIRST = ([chunks_of(16, 2, "zigzag"), chunks_of(20, 2, "zigzag")], 4, None, 4)
 
 
+@example(drawn=IN_PART, alone=True, known=True, sink=False)
 @example(drawn=WITHOUT_THE_FIRST, alone=True, known=True, sink=True)
 @given(drawn=sharded(), alone=st.booleans(), known=st.booleans(), sink=st.booleans())
 def test_blocks_hold_each_visible_pair_once(drawn, alone, known, sink):
@@ -191,7 +194,7 @@ WITH_POSITIONS = {
 
 @pytest.mark.parametrize("name", ["", *WITH_POSITIONS])
 def test_an_option_with_positions_keeps_blocks_apart(name):
-    options = {"causal": True, "window": (3, None), "softcap": 2.0, "sink": np.ones(1), "seed": 1}
+    options = {"causal": True, "window": (3, 2), "softcap": 2.0, "sink": np.ones(1), "seed": 1}
     if name:
         options |= {name: WITH_POSITIONS[name]}
     bounds = Parts(cuflash.Options(**options), 4, 4, None, True).bounds
@@ -200,22 +203,24 @@ def test_an_option_with_positions_keeps_blocks_apart(name):
     assert bounds.offset == {"offset": None, "q_lengths": 1, "kv_lengths": -1}.get(name, 0)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("of", ["heads", "ranks", "ranks from the last"])
 @pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses"])
-def test_gradients_are_rounded_once(method, turned):
+def test_gradients_are_rounded_once(method, of):
     """Of two ranks or two heads: bfloat16 has 1 = 257 - 256, but not 257."""
     comm, zeros = distributed.simulated(2), np.zeros((2, 2, 1), bfloat16)
     dout = np.array([[[258], [256]], [[-256], [-256]]], bfloat16)  # (heads, rows, d_v)
-    dout = dout.swapaxes(0, 1) if turned else dout
-    how = {"comm": comm, "method": method, "enable_gqa": True, "scale": 1.0}
-    q, k, dout = (distributed.shard(a, comm=comm) for a in (zeros, zeros[:1], dout))
+    dout = dout if of == "heads" else dout.swapaxes(0, 1)
+    dout = dout[:, ::-1] if of == "ranks from the last" else dout
+    cut = {"comm": comm, "layout": "contiguous"}
+    how = cut | {"method": method, "enable_gqa": True, "scale": 1.0}
+    q, k, dout = (distributed.shard(a, **cut) for a in (zeros, zeros[:1], dout))
     _, pullback = distributed.attention_vjp(q, k, k, **how)
     for gradients in pullback(dout):
         np.testing.assert_array_equal(gradients.dv, 1)
     # A query whose two keys are on two ranks: dq = ds (k0 - k1).
-    k = np.array([[[129 / 64], [65 / 64]]], bfloat16)
+    k = np.array([[[129 / 64], [127 / 64]]], bfloat16)
     v = np.array([[[129 / 32], [0]]], bfloat16)
-    k, v = (distributed.shard(a, comm=comm) for a in (k, v))
+    k, v = (distributed.shard(a, **cut) for a in (k, v))
     _, pullback = distributed.attention_vjp(q, k, v, **how)
     for gradients in pullback([np.ones_like(a) for a in q]):
-        np.testing.assert_array_equal(gradients.dq, 129 / 128)
+        np.testing.assert_array_equal(gradients.dq, 129 / 4096)

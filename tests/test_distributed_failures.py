@@ -10,12 +10,18 @@ import pytest
 
 import cuflash
 from cuflash import __version__, distributed
-from cuflash.distributed import _attention, _handshake, _run
+from cuflash.distributed import _attention, _handshake, _parts, _run
 from cuflash.distributed._simulated import Simulated
 from support.shards import in_threads
 
 X = np.random.default_rng(0).standard_normal((2, 8, 4))
 IDS = np.zeros(8, int), np.zeros(16, int)
+
+HOSTS = {"host": lambda score, *_: score, "host_grad": lambda score, *_: score}
+HALF, SAME, FLAT = (
+    cuflash.ScoreMod(text, grad=grad, **HOSTS)
+    for text, grad in (("score / 2", "0.5f"), ("score", "1.0f"), ("score", "0.0f"))
+)
 
 
 def forward(comm, **words):
@@ -38,6 +44,9 @@ DIFFERENT = {
     "dlse": (gradient, {}, gradient, {"dlse": X[..., 0]}, "dlse"),
     "dtype of dout": (gradient, {}, gradient, {"dout": X.astype("f4")}, "dout"),
     "wrt": (gradient, {}, gradient, {"wrt": ("q", "k")}, "wrt"),
+    "formula": (forward, {"score_mod": HALF}, forward, {"score_mod": SAME}, "score_mod"),
+    "formula of a gradient": (forward, {"score_mod": SAME}, forward, {"score_mod": FLAT},
+                              "score_mod"),
     "axis": (whole, {}, whole, {"axis": -1}, "axis"),
     "layout": (whole, {}, whole, {"layout": "contiguous"}, "layout"),
     "dtype": (whole, {}, whole, {"x": X.astype("f4")}, "x without rows"),
@@ -109,6 +118,12 @@ def test_rows_of_a_bias_of_which_another_rank_has_one():
     for pair, rank in ((bias, 1), (bias[::-1], 0)):
         with pytest.raises(ValueError, match=f"bias: got 8 rows on rank {rank}, expected one row"):
             distributed.attention(x, x, x, comm=comm, bias=pair)
+
+
+def test_as_many_values_as_keys():
+    comm, x, y = distributed.simulated(2), [X, X], [np.ones((2, 16, 4))] * 2
+    with pytest.raises(ValueError, match="v: got 32 values, expected one for each of 16 keys"):
+        distributed.attention(x, x, y, comm=comm)
 
 
 def test_another_version_is_named(monkeypatch):
@@ -235,18 +250,32 @@ def test_the_rank_with_the_least_memory_decides(monkeypatch):
     assert asked == [5, 5]
 
 
-def test_ranks_that_repeat_different_calls_compare_them():
-    """Each rank has made its own before, with the others: in another agreement."""
+@pytest.mark.parametrize("name", ["causal", "dout", "wrt"])
+def test_ranks_that_repeat_different_calls_compare_them(name):
+    """Both calls are known, of other agreements: one rank makes the first, the other the second."""
+    both = {
+        "causal": ({"causal": True}, {"causal": False}),
+        "dout": ({}, {"dout": X.astype("f4")}),
+        "wrt": ({"wrt": ("k",)}, {"wrt": ("q",)}),
+    }[name]
+    call = forward if name == "causal" else gradient
+
+    def run(comm):
+        for words in both:
+            call(comm, **words)
+        with pytest.raises(ValueError, match=f"^{name}: got .* on rank 1, expected .* on rank 0"):
+            call(comm, **both[comm.rank])
+        return next_call_is_right(comm)
+
+    assert in_threads(2, run) == [True, True]
+
+
+@pytest.mark.parametrize("words", [{"layout": "contiguous"}, {"method": "ring"}, {"causal": True}])
+def test_another_call_of_the_same_arrays_is_compared(words):
     comm, x = distributed.simulated(2), [X, X]
-    both = [cuflash.Options(causal=True), cuflash.Options(causal=False)]
-    for options in both:
-        distributed.attention(x, x, x, comm=comm, options=options)
-    with pytest.raises(ValueError, match="causal: got False on rank 1"):
-        distributed.attention(x, x, x, comm=comm, options=both)
-    for words in ({"layout": "contiguous"}, {"method": "ring"}):  # other calls than before
-        number = comm.agreements.number
-        distributed.attention(x, x, x, comm=comm, options=both[0], **words)
-        assert comm.agreements.number == number + 1
+    for number, more in enumerate(({}, words, {}), start=1):
+        distributed.attention(x, x, x, comm=comm, **more)
+        assert comm.agreements.number == min(number, 2)
 
 
 def test_agreements_are_forgotten(monkeypatch):
@@ -258,13 +287,16 @@ def test_agreements_are_forgotten(monkeypatch):
     assert comm.agreements.number == 12
 
 
-def test_values_of_other_numbers_of_heads_than_keys():
-    """Of two methods that exchange heads neither could say which ones a rank needs."""
+@pytest.mark.parametrize(
+    ("heads", "message"), [((4, 4, 1), "4 key/value heads"), ((1, 4, 4), "4 query heads")]
+)
+@pytest.mark.parametrize("method", ["ulysses", "usp"])
+def test_arrays_of_other_numbers_of_heads(heads, message, method):
+    """Which of them a rank needs could not be said."""
     comm = distributed.simulated(4)
-    q, k, v = ([np.ones((n, 4, 8))] * 4 for n in (4, 4, 1))
-    for method in ("ulysses", "usp"):
-        with pytest.raises(NotImplementedError, match="4 key/value heads, which"):
-            distributed.attention(q, k, v, comm=comm, method=method)
+    q, k, v = ([np.ones((n, 4, 8))] * 4 for n in heads)
+    with pytest.raises(NotImplementedError, match=f"{message}, which"):
+        distributed.attention(q, k, v, comm=comm, method=method)
     assert distributed.attention(q, k, v, comm=comm)[0].shape == (4, 4, 8)
 
 
@@ -278,3 +310,41 @@ def test_a_pullback_is_the_gradient_of_its_call():
     for found, right in zip(pullback(x, **given), expected, strict=True):
         for one, other in zip(found, (right.dv, right.dq), strict=True):
             assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses"])
+def test_every_block_is_computed_as_asked(method, monkeypatch):
+    """The CPU path takes both words for a permission, and does not use it."""
+    told = []
+
+    def noting(run):
+        def noted(problem, *given, deterministic=None, **named):
+            told.append((problem.precision, deterministic))
+            return run(problem, *given, **named)
+
+        return noted
+
+    for name in ("run_forward", "run_backward"):
+        monkeypatch.setattr(_parts, name, noting(getattr(_parts, name)))
+    x = [X.astype("f4")] * 2
+    how = {"comm": distributed.simulated(2), "method": method, "precision": "tf32"}
+    out, pullback = distributed.attention_vjp(x, x, x, deterministic=False, **how)
+    pullback(out)
+    assert set(told) == {("tf32", None), ("tf32", False)}
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses"])
+def test_gradients_of_scale_add_up_in_float64(method, monkeypatch):
+    run, blocks = _parts.run_backward, []
+
+    def counted(problem, qkv, options, saved, gradients, **how):
+        run(problem, qkv, options, saved, gradients, **how)
+        gradients["scale"][...] = 1 + 2**-40
+        blocks.append(problem)
+
+    monkeypatch.setattr(_parts, "run_backward", counted)
+    x, comm = [X.astype("f4")] * 2, distributed.simulated(2)
+    out, pullback = distributed.attention_vjp(x, x, x, comm=comm, method=method)
+    for gradients in pullback(out, wrt=("scale",)):
+        assert gradients.dscale == len(blocks) * (1 + 2**-40)
+    assert len(blocks) > 1

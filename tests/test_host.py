@@ -180,6 +180,13 @@ def test_options_that_differ_in_one_value_are_others(name):
     assert first != cuflash.Options(**rest)
 
 
+def test_axes_of_square_matrices():
+    """Whose shape is the same in either order."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 5, 5))
+    out = cuflash.attention(q, k, v, axes=[(1, 0), (0, 1), (1, 0), (1, 0)])
+    np.testing.assert_array_equal(out, cuflash.attention(q.T, k, v.T).T)
+
+
 def test_many_short_sequences_are_carried_together():
     q, k, v = normal(3, 700, 2, 5, 4)
     out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
@@ -376,6 +383,14 @@ def test_what_nobody_sees_reaches_no_gradient_of_an_option(softcap, sink):
     clean, poisoned = found
     for name, result in clean.items():
         assert poisoned[name].tobytes() == result.tobytes(), name
+
+
+def test_a_batch_of_none_may_have_arrays_of_options():
+    q, options = np.zeros((0, 2, 5, 4)), {"kv_lengths": np.zeros((0, 1), int)}
+    options |= {"offset": np.zeros((0, 1), int), "sink": np.zeros((0, 2)), "bias": np.zeros((5, 5))}
+    found = all_gradients(q, q, q, q, cuflash.Options(**options))
+    assert found["out"].shape == q.shape
+    assert not found["bias"].any()
 
 
 def test_a_sink_of_minus_infinity_is_none():

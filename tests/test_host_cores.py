@@ -261,6 +261,42 @@ def in_a_fork(call):
     return None
 
 
+class SetsUnderALock:
+    """A BLAS whose number is set under a lock, as threadpoolctl 3.8 does."""
+
+    threading_layer, check_symbols, number = "pthreads", (), 2
+
+    def __init__(self):
+        self.lock, self.locked = threading.Lock(), threading.Event()
+
+    def get_num_threads(self):
+        return self.number
+
+    def set_num_threads(self, number):
+        with self.lock:
+            self.locked.set()
+            time.sleep(0.1)
+            self.number = number
+
+
+@needs_fork
+def test_no_process_is_forked_while_a_call_sets_numbers(monkeypatch):
+    """It would have a lock that is held by a thread which it has not."""
+    blas = SetsUnderALock()
+    monkeypatch.setattr(cores, "_libraries", lambda: [blas])
+
+    def call():
+        with cores._limit:
+            assert blas.number == 1
+
+    other = threading.Thread(target=call)
+    other.start()
+    blas.locked.wait(10)
+    assert in_a_fork(call) == 0
+    other.join()
+    assert blas.number == 2
+
+
 @needs_blas
 @needs_fork
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

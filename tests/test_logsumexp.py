@@ -149,7 +149,7 @@ def test_axes(own: tuple[tuple[int, int], tuple[int, int]], pairs: int) -> None:
     np.testing.assert_allclose(lse, expected, rtol=1e-14)
     np.testing.assert_allclose(reference.logsumexp(q, k, axes=axes, **options), lse, rtol=1e-14)
     plain = cuflash.logsumexp_backward(dlse, *canonical, expected, **options)
-    moved = cuflash.logsumexp_backward(dlse, q, k, lse, axes=axes, **options)
+    moved = cuflash.logsumexp_backward(dlse, q, k, lse, axes=tuple(axes), **options)
     other = reference.logsumexp_backward(dlse, q, k, axes=axes, **options)
     for name, pair in zip(("dq", "dk"), own, strict=True):
         back = np.moveaxis(getattr(moved, name), pair, (-2, -1))

@@ -286,9 +286,15 @@ def test_formulas_share_the_names_of_their_arrays():
     mask = MaskMod("x[k] > 0", arrays={"x": b}, host=lambda b, h, q, k, x: x[k] > 0)
     with pytest.raises(ValueError, match="mask_mod: got another array 'x'"):
         formulas_of(cuflash.Options(score_mod=score, mask_mod=mask))
-    many = MaskMod("true", arrays={f"x{i}": a for i in range(7)}, host=lambda *_, **__: True)
+    six, seven = (
+        MaskMod("true", arrays={f"x{i}": a for i in range(n)}, host=lambda *_, **__: True)
+        for n in (6, 7)
+    )
+    declared = dict(formulas_of(cuflash.Options(mask_mod=six)).texts)["formulas/arrays"]
+    for i in range(6):
+        assert f"const x{i} = formula_array<double, {i}>();" in declared
     with pytest.raises(ValueError, match="got 7 arrays, expected at most 6"):
-        formulas_of(cuflash.Options(mask_mod=many))
+        formulas_of(cuflash.Options(mask_mod=seven))
 
 
 def test_formulas_follow_softcap_bias_and_alibi():

@@ -33,7 +33,6 @@ from cuflash._problem.checks import (
 from cuflash._problem.float8 import FLOAT8
 from cuflash._problem.habits import answering_words
 
-_MOST_PAGES = 1 << 18  # of which a kernel has two bits each in shared memory
 _MOST_NUMBERS = 2**31 - 1  # of pages, which are int32
 
 
@@ -147,9 +146,10 @@ class KVCache:
             raise wrong_value("pages", got, "pages whose bytes an address can count")
         self._max_length = max_length
         with on_device_of(like):
-            xp: Any = np if like is None else array_module(native("like", like))
-            if xp is not np and pages > _MOST_PAGES:
-                raise wrong_value("pages", pages, f"at most {_MOST_PAGES} on a GPU",
+            like = None if like is None else native("like", like)
+            xp: Any = np if like is None else array_module(like)
+            if xp is not np and pages > (most := cache_steps(like).most_pages()):
+                raise wrong_value("pages", pages, f"at most {most} on this GPU",
                                   "make pages larger")  # fmt: skip
             self.k_pages = xp.zeros((pages, heads, page_size, head_dim), dtype)
             self.v_pages = xp.zeros((pages, heads, page_size, head_dim_v), dtype)

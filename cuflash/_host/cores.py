@@ -29,14 +29,14 @@ class _Limit:
     """One BLAS thread while any call runs, counted; then as many as there were."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._calls = 0
         self._threads = 1
         self._before: list[tuple[Any, int]] = []
 
     def __enter__(self) -> int:
         """Return the number of threads that BLAS would have used, divided by the calls that run."""
-        with self._lock:
+        with self.lock:
             if not self._calls:
                 found = [(blas, blas.get_num_threads()) for blas in _libraries()]
                 self._threads = min((n for _, n in found), default=available())
@@ -47,7 +47,7 @@ class _Limit:
             return max(self._threads // self._calls, 1)
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
+        with self.lock:
             self._calls -= 1
             self.restore(every=not self._calls)
 
@@ -91,7 +91,12 @@ def _forget_calls_of_the_parent() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_calls_of_the_parent)
+    os.register_at_fork(
+        # No thread is just setting a number then: a lock of threadpoolctl would stay locked.
+        before=lambda: _limit.lock.acquire(),
+        after_in_parent=lambda: _limit.lock.release(),
+        after_in_child=_forget_calls_of_the_parent,
+    )
 
 
 def available() -> int:

@@ -10,7 +10,7 @@ from cuflash._kernels import portable, wgmma
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import present
-from cuflash._problem.problem import Problem
+from cuflash._problem.problem import HALVES, Problem
 
 #: Head sizes up to which products of CUDA cores are cheaper than the exponential.
 WIDEST = 8
@@ -76,7 +76,9 @@ class NarrowBackwardConfig(NarrowConfig):
 def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
     """Fields that follow from the problem."""
     problem = request.problem
-    return portable.fields(kernel, request._replace(simt=False)) | {
+    # No tensor cores in any case; before sm_80 no instruction that rounds two to 16 bits, either.
+    rounds_singly = request.simt and problem.dtype in HALVES
+    return portable.fields(kernel, request._replace(simt=rounds_singly)) | {
         "width": problem.head_dim,
         "width_v": problem.head_dim_v,
         "key_bias": shares_bias(problem),

@@ -25,8 +25,18 @@ from cuflash._launch.grid import plan_grid
 from cuflash._launch.kernel_launcher import KernelLauncher
 from cuflash._launch.plan import refuse_misaligned
 from cuflash._problem.layout import Layout
+from cuflash._select import hardware
 
 _NOT_MOVED = ((),)
+_MOST_PAGES = 1 << 18  # of a cache, whatever the device has
+
+
+def most_pages() -> int:
+    """As many pages as the current device has two bits of shared memory for."""
+    limit, pages = hardware.of_device(runtime.getDevice()).limits.block_smem, _MOST_PAGES
+    while CacheGrowConfig.of(pages).smem_bytes > limit:
+        pages //= 2
+    return pages
 
 
 def grow(

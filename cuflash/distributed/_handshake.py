@@ -32,7 +32,8 @@ def facts_of_options(options: Options) -> dict[str, Any]:
     for name in OPTION_NAMES:
         value = getattr(options, name)
         if name in ("score_mod", "mask_mod"):
-            facts[name] = None if value is None else value.expression
+            texts = getattr(value, "expression", None), getattr(value, "grad", None)
+            facts[name] = None if value is None else texts
         elif name not in of_arrays:
             facts[name] = value
     for name, array in options.arrays.items():
@@ -114,8 +115,11 @@ def own_of(communicator: Communicator, rank: int, name: str, value: Any) -> Any:
     if not communicator.in_lists:
         return value
     if not isinstance(value, list | tuple) or len(value) != communicator.size:
+        got = type(value).__name__
+        if isinstance(value, list | tuple):
+            got = f"a {got} of {len(value)}"
         expected = f"a list of {communicator.size} arrays, one for each rank"
-        raise wrong_type(name, type(value).__name__, expected, "this process runs all ranks")
+        raise wrong_type(name, got, expected, "this process runs all ranks")
     return value[rank]
 
 

@@ -126,5 +126,5 @@ def _checked_axis(axis: Any, array: Array) -> int:
         raise wrong_type("axis", shown(axis), "an int")
     axis = integer_value("axis", axis, "an int")
     if not -array.ndim <= axis < array.ndim:
-        raise wrong_value("axis", axis, f"an axis of an array of {array.ndim}")
+        raise wrong_value("axis", axis, f"an axis from {-array.ndim} to {array.ndim - 1}")
     return int(np.arange(array.ndim)[axis])

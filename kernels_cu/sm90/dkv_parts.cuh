@@ -1,5 +1,5 @@
-// Where the float32 sums of dk and dv of parts of the queries lie: written by backward_sm90.cu,
-// added up by backward_combine.cu.
+// Where the float32 sums of dk and dv of parts of the queries lie: written by backward_sm90.cu and
+// backward_pair_sm90.cu, added up by backward_combine.cu.
 //
 // All parts of an owner follow each other. A part has a slice for each 16 keys; each packed
 // sequence begins with a slice of its own.

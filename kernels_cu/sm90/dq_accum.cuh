@@ -1,4 +1,5 @@
-// Where the float32 sums of dq lie: written by backward_sm90.cu, read by backward_convert.cu.
+// Where the float32 sums of dq lie: written by backward_sm90.cu and backward_pair_sm90.cu, read by
+// backward_convert.cu.
 //
 // Slices of 16 rows and a panel of columns, in the order in which the lanes of a warp hold them as
 // an accumulator, so that both sides move 16 bytes a lane. A panel has 64 columns, the last one

@@ -50,8 +50,10 @@ struct TileBarriers {
     multiply();
     arrive_if(empty[ring.stage()], leads_warpgroup());
   }
+  // Without a product between: all threads of the warpgroup are past their wait. Named barrier i is
+  // warpgroup i's.
   CUFLASH_DEVICE void skip(const Ring<Config::num_stages>& ring) {
-    read(ring, [] {});
+    read(ring, [] { ptx::named_barrier_sync(ptx::thread_index() / 128, 128); });
   }
   // By every warp of the consumers, after its loads: reader_releases arrivals.
   CUFLASH_DEVICE void release_as_reader(const Ring<Config::num_stages>& ring) {

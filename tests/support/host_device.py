@@ -48,7 +48,11 @@ class DeviceArray(np.ndarray):
 
     @property
     def data(self) -> Any:
-        return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
+        block: Any = self
+        while isinstance(block.base, np.ndarray):
+            block = block.base
+        mem = SimpleNamespace(ptr=block.ctypes.data)
+        return SimpleNamespace(ptr=self.ctypes.data, device_id=0, mem=mem)
 
     def get(self) -> Any:
         return np.asarray(self)

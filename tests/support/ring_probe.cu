@@ -1,0 +1,34 @@
+// A ring of tiles of Hopper's float32 kernels without its tiles: a warpgroup fills it, one
+// multiplies, one skips every block. With host_barriers.h alone, which has `host`.
+#include "sm90_tf32/roles.cuh"
+
+namespace cuflash {
+
+struct RingParams {
+  int blocks;
+  int late_warp, late_by;  // see host_barriers.h
+  bool is_stuck;           // becomes whether a thread waited for ever
+};
+
+}  // namespace cuflash
+
+extern "C" __global__ void cuflash_ring(const cuflash::RingParams& params) {
+  using namespace cuflash;
+  auto& barriers = *reinterpret_cast<TileBarriers*>(smem_bytes);
+  if (threadIdx.x == 0) {
+    host::late_warp = params.late_warp, host::late_by = params.late_by, host::stuck = false;
+    barriers.init();
+  }
+  __syncthreads();  // the barriers are there
+  Ring<Config::num_stages> ring;
+  for (int block = 0; block < params.blocks; ++block, ring.advance()) {
+    if (warp_index() < 4) {
+      barriers.fill(ring, [] {});
+    } else if (warp_index() < 8) {
+      barriers.read(ring, [] { ptx::named_barrier_sync(1, 128); });  // a product joins its warps
+    } else {
+      barriers.skip(ring);
+    }
+  }
+  const_cast<RingParams&>(params).is_stuck = host::stuck;
+}

@@ -1,0 +1,58 @@
+"""Does nobody fall two phases behind at a barrier? Run by a C++ compiler, with a warp that is late.
+
+Waits are by parity: who misses two phases waits for one that does not come.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cuflash._jit import source as jit_source
+from cuflash._kernels.config import fields_text
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from support.host_device import COMPILER, SUPPORT
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+class RingParams(ctypes.Structure):
+    """Of ``ring_probe.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("blocks", "late_warp", "late_by")),
+        ("is_stuck", ctypes.c_bool),
+    )
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_late_warp_keeps_its_place(tmp_path: Path, num_stages: int) -> None:
+    """A first or second warp of those that fill, multiply or skip in Hopper's float32 kernels."""
+    files = {
+        "host_barriers.h": ("mbarrier", "sync"),
+        "host_ptx.h": ("arithmetic", "mma_sync", "special", "tma"),
+    }
+    texts = [
+        (f"ptx/{name}.cuh", f'#include "{SUPPORT}/{file}"\n')
+        for file, names in files.items()
+        for name in names
+    ]
+    texts += [("sm90_tf32/tf32_pairs.cuh", ""), fields_text({"num_stages": num_stages})]
+    source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
+    source.write_text(
+        f'#include "{SUPPORT}/host_kernel.h"\n'
+        "#define HOST_KERNEL cuflash_ring\n#define HOST_PARAMS RingParams\n"
+        + jit_source.flatten(str(SUPPORT / "ring_probe.cu"), tuple(texts))
+        + f'#include "{SUPPORT}/host_run.h"\n'
+    )
+    command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
+    subprocess.run(command, check=True)
+    for warp in (0, 1, 4, 5, 8, 9):
+        params = RingParams(8, warp, 30)
+        ctypes.CDLL(str(library)).run(ctypes.c_uint(1), ctypes.c_int(384), ctypes.byref(params))
+        assert not params.is_stuck, f"warp {warp}"
