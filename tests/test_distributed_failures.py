@@ -17,6 +17,12 @@ from support.shards import in_threads
 X = np.random.default_rng(0).standard_normal((2, 8, 4))
 IDS = np.zeros(8, int), np.zeros(16, int)
 
+HOSTS = {"host": lambda score, *_: score, "host_grad": lambda score, *_: score}
+HALF, SAME, FLAT = (
+    cuflash.ScoreMod(text, grad=grad, **HOSTS)
+    for text, grad in (("score / 2", "0.5f"), ("score", "1.0f"), ("score", "0.0f"))
+)
+
 
 def forward(comm, **words):
     return distributed.attention(X, X, X, comm=comm, **words)
@@ -38,6 +44,9 @@ DIFFERENT = {
     "dlse": (gradient, {}, gradient, {"dlse": X[..., 0]}, "dlse"),
     "dtype of dout": (gradient, {}, gradient, {"dout": X.astype("f4")}, "dout"),
     "wrt": (gradient, {}, gradient, {"wrt": ("q", "k")}, "wrt"),
+    "formula": (forward, {"score_mod": HALF}, forward, {"score_mod": SAME}, "score_mod"),
+    "formula of a gradient": (forward, {"score_mod": SAME}, forward, {"score_mod": FLAT},
+                              "score_mod"),
     "axis": (whole, {}, whole, {"axis": -1}, "axis"),
     "layout": (whole, {}, whole, {"layout": "contiguous"}, "layout"),
     "dtype": (whole, {}, whole, {"x": X.astype("f4")}, "x without rows"),
@@ -278,13 +287,16 @@ def test_agreements_are_forgotten(monkeypatch):
     assert comm.agreements.number == 12
 
 
-def test_values_of_other_numbers_of_heads_than_keys():
-    """Of two methods that exchange heads neither could say which ones a rank needs."""
+@pytest.mark.parametrize(
+    ("heads", "message"), [((4, 4, 1), "4 key/value heads"), ((1, 4, 4), "4 query heads")]
+)
+@pytest.mark.parametrize("method", ["ulysses", "usp"])
+def test_arrays_of_other_numbers_of_heads(heads, message, method):
+    """Which of them a rank needs could not be said."""
     comm = distributed.simulated(4)
-    q, k, v = ([np.ones((n, 4, 8))] * 4 for n in (4, 4, 1))
-    for method in ("ulysses", "usp"):
-        with pytest.raises(NotImplementedError, match="4 key/value heads, which"):
-            distributed.attention(q, k, v, comm=comm, method=method)
+    q, k, v = ([np.ones((n, 4, 8))] * 4 for n in heads)
+    with pytest.raises(NotImplementedError, match=f"{message}, which"):
+        distributed.attention(q, k, v, comm=comm, method=method)
     assert distributed.attention(q, k, v, comm=comm)[0].shape == (4, 4, 8)
 
 

@@ -214,8 +214,11 @@ def test_values_and_scores_that_are_large(splits: Any, size: float) -> None:
 
 
 def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
-    def parts(batch: tuple[int, ...], rows: int, keys: int, sms: int = 132, **options: Any) -> int:
-        q, k = (np.broadcast_to(np.float16(0), (*batch, n, 64)) for n in (rows, keys))
+    def parts(
+        batch: tuple[int, ...], rows: int, keys: int, sms: int = 132, d: int = 64, **options: Any
+    ) -> int:
+        dtype = np.float16 if d == 64 else np.float32
+        q, k = (np.broadcast_to(dtype(0), (*batch, n, d)) for n in (rows, keys))
         problem = describe(np.empty_like(q), np.empty_like(k), k, cuflash.Options(**options))
         request = Request(problem, num_sms=sms)
         if not split_keys.wanted(request):
@@ -230,10 +233,14 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
     assert parts((1, 8), 1, 65536) == 33  # 8 tiles, two on each of 132 SMs
     assert parts((1, 8), 1, 65536, sms=66) == 16
     assert parts((1, 8), 1, 65536, sms=0) == 0
+    assert parts((1, 8), 1, 65536, d=256) == 16  # columns are dealt out too
+    assert parts((1, 1), 1, 262_144, sms=1000) == 249  # of at most 256, none without keys
     assert parts((16, 8), 1, 8192) == 0  # tiles enough
     assert parts((2, 64), 1, 100_000) == 0
     assert parts((2, 64), 1, 100_000, kv_lengths=lengths) == 25  # of 4096 keys at most
     assert parts((2, 64), 1, 4096, kv_lengths=lengths // 100) == 0
+    assert parts((2, 64), 64, 100_000, kv_lengths=lengths) == 25
+    assert parts((2, 64), 65, 100_000, kv_lengths=lengths) == 0
     assert parts((1, 8), 512, 50_000) == 8
     assert parts((1, 8), 512, 4095) == 0  # queries are not few
 
