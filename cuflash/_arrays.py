@@ -224,7 +224,8 @@ def _from_cuda_array_interface(cupy: ModuleType, array: Any) -> Array:
     shape, pointer = interface["shape"], interface["data"][0]
     dtype = np.dtype(interface["typestr"])
     strides = interface.get("strides")
-    ends = [0] if strides is None else [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+    within = strides is not None and 0 not in shape
+    ends = [(n - 1) * s for n, s in zip(shape, strides, strict=True)] if within else [0]
     low = sum(e for e in ends if e < 0)
     high = sum(e for e in ends if e > 0)
     extent = dtype.itemsize * int(np.prod(shape)) if strides is None else high - low

@@ -216,6 +216,8 @@ WRONG = {
         call(segment_ids=np.zeros(5, int)), TypeError, "segment_ids", r"\(ids, ids\)"),
     "segment_ids of floats": (
         call(segment_ids=(np.zeros(5), np.zeros(7))), TypeError, "segment_ids", "float64"),
+    "segment_ids of bools": (
+        call(segment_ids=(np.zeros(5, bool), np.zeros(7, int))), TypeError, "segment_ids", "bool"),
     "segment_ids of a wrong length": (
         call(segment_ids=(np.zeros(5, int), np.zeros(5, int))), ValueError,
         r"segment_ids\[1\]", r"\(2, 4, 7\)"),
@@ -287,6 +289,7 @@ WRONG = {
     "deterministic a string": (
         call(deterministic="yes"), TypeError, "deterministic", "True or False"),
     "workspace of floats": (call(workspace=np.zeros(4)), TypeError, "workspace", "uint8"),
+    "workspace of bools": (call(workspace=np.zeros(4, bool)), TypeError, "workspace", "uint8"),
     "config for NumPy": (call(config=object()), TypeError, "config", "None for NumPy"),
     "config for logsumexp of NumPy": (
         lambda a: cuflash.logsumexp(a.q, a.k, config=object()), TypeError, "config", "None for"),
@@ -323,6 +326,10 @@ WRONG = {
     "lse of a wrong shape": (
         lambda a: cuflash.attention(*a.qkv, return_lse=True, out=(a.out, a.lse[0])), ValueError,
         "lse", r"\(2, 4, 5\)"),
+    "lse of integers": (
+        lambda a: cuflash.attention(
+            *a.qkv, return_lse=True, out=(a.out, a.lse.astype(np.int32))),
+        TypeError, "out", "lse of dtype int32.*float32"),
     "lse of a wrong dtype": (
         lambda a: cuflash.attention(
             *a.qkv, return_lse=True, out=(a.out, a.lse.astype(np.float64))),
@@ -414,10 +421,11 @@ WRONG = {
 def test_a_wrong_call_is_no_better_after_an_equal_one():
     """Options and layouts are looked up by value, and 1 == True == 1.0."""
     q, k, v = np.zeros((3, 4, 8), np.float32)
-    cuflash.attention(q, k, v, window=(1, None), axes=[(-2, -1)] * 4, kv_lengths=1)
+    cuflash.attention(q, k, v, window=(1, None), axes=[(0, 1)] * 4, kv_lengths=1)
     for wrong in ({"window": (True, None)}, {"window": (1.0, None)}, {"kv_lengths": True},
-                  {"kv_lengths": 1.0}, {"axes": [(-2.0, -1.0)] * 4}):  # fmt: skip
-        right = {"window": (1, None), "axes": [(-2, -1)] * 4, "kv_lengths": 1}
+                  {"kv_lengths": 1.0}, {"axes": [(0.0, 1.0)] * 4},
+                  {"axes": [(False, True)] * 4}):  # fmt: skip
+        right = {"window": (1, None), "axes": [(0, 1)] * 4, "kv_lengths": 1}
         with pytest.raises(TypeError, match=f"{next(iter(wrong))}: "):
             cuflash.attention(q, k, v, **{**right, **wrong})
 
@@ -590,8 +598,8 @@ def test_arrays_count_as_overlapping_where_it_takes_too_long_to_know():
 def test_destinations_and_workspace_are_of_the_inputs_library():
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-    def on_a_gpu(shape, dtype=np.float32):
-        memory = cupy.cuda.UnownedMemory(4096, 1 << 20, None, 0)
+    def on_a_gpu(shape, dtype=np.float32, device=0):
+        memory = cupy.cuda.UnownedMemory(4096, 1 << 20, None, device)
         return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     a = arrays()
@@ -602,6 +610,8 @@ def test_destinations_and_workspace_are_of_the_inputs_library():
         cuflash.attention(*a.qkv, return_lse=True, out=(a.out, lse))
     with pytest.raises(TypeError, match="workspace: got a cupy array"):
         cuflash.attention(*a.qkv, workspace=on_a_gpu((64,), np.uint8))
+    with pytest.raises(ValueError, match=r"v: got .* on device 1, expected .* 0 like q"):
+        cuflash.attention(on_a_gpu(a.q.shape), on_a_gpu(a.k.shape), on_a_gpu(a.v.shape, device=1))
     halves = [on_a_gpu(x.shape, np.float16) for x in a.qkv]
     with pytest.raises(TypeError, match="out: got a numpy array"):
         cuflash.attention(*halves, out=a.out.astype(np.float16))

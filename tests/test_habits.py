@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -18,7 +19,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash._arrays import native
+from cuflash._arrays import _from_cuda_array_interface, native
 from cuflash._problem.habits import WORDS
 from cuflash._problem.operand import broadcastable, index_with_new_axes
 
@@ -137,6 +138,32 @@ def test_kinds_of_numpy_arrays_are_plain_arrays(kind):
     taken = native("q", array.view(kind))
     assert type(taken) is np.ndarray
     assert np.shares_memory(taken, array)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [np.s_[::2, 1:], np.s_[::-1], np.s_[1:3, ::-2], np.s_[:0, ::-1], np.s_[2:2], np.s_[0]],
+    ids=str,
+)
+def test_memory_of_an_array_on_a_gpu_reaches_from_its_first_byte_to_its_last(part):
+    """Of one that tells its address alone; strides may be negative, and there may be no element."""
+    array = np.zeros((4, 6), np.float32)[part]
+    known = array.__array_interface__ | {"strides": array.strides}
+    fake = SimpleNamespace(
+        cuda=SimpleNamespace(
+            UnownedMemory=lambda *given: given, MemoryPointer=lambda *given: given
+        ),
+        ndarray=lambda shape, dtype, start, strides: (shape, dtype, start, strides),
+    )
+    given = SimpleNamespace(__cuda_array_interface__=known)
+    shape, dtype, (memory, offset), strides = _from_cuda_array_interface(fake, given)
+    assert (shape, dtype, strides) == (array.shape, array.dtype, array.strides)
+    assert memory[0] + offset == array.ctypes.data
+    if array.size:
+        assert (memory[0], memory[0] + memory[1]) == np.lib.array_utils.byte_bounds(array)
+    else:
+        assert memory[0] == array.ctypes.data
+    assert memory[2] is given
 
 
 def test_another_device_is_named_with_advice():

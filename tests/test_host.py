@@ -180,6 +180,13 @@ def test_options_that_differ_in_one_value_are_others(name):
     assert first != cuflash.Options(**rest)
 
 
+def test_axes_of_square_matrices():
+    """Whose shape is the same in either order."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 5, 5))
+    out = cuflash.attention(q, k, v, axes=[(1, 0), (0, 1), (1, 0), (1, 0)])
+    np.testing.assert_array_equal(out, cuflash.attention(q.T, k, v.T).T)
+
+
 def test_many_short_sequences_are_carried_together():
     q, k, v = normal(3, 700, 2, 5, 4)
     out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)

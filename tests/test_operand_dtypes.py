@@ -14,6 +14,7 @@ from ml_dtypes import bfloat16, finfo
 
 import cuflash
 from cuflash import _arrays
+from cuflash._api.arguments import operands
 from cuflash._arrays import write_rounded
 from cuflash.testing._budget import Budget
 from support import memory
@@ -196,6 +197,14 @@ def test_float64_is_rounded_once(xp: ModuleType, dtype: Any) -> None:
     with np.errstate(over="ignore"):
         write_rounded(found, xp.asarray(beyond))
     np.testing.assert_array_equal(memory.to_numpy(found).astype(np.float64), expected)
+
+
+def test_only_what_has_another_dtype_is_copied() -> None:
+    half, single = np.ones((4, 8), np.float16), np.ones((4, 8), np.float32)
+    _, given, (q, k, v) = operands(half, single, single)
+    assert q.dtype == k.dtype == v.dtype == np.float32
+    assert given["q"] is half
+    assert k is v is single
 
 
 @pytest.mark.parametrize("packed", [False, True])

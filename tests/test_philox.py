@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash._api import probabilities
+from cuflash._api import dispatch, probabilities
 from cuflash._problem import philox
+from cuflash._problem.philox import Origin
+from cuflash._problem.problem import describe
 from support import memory
 
 # Known answers for philox4x32-7 of Random123, the library of its authors: counter, key, words.
@@ -222,3 +224,12 @@ def test_a_mask_that_is_made_in_parts_is_the_same(monkeypatch, elements):
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0), (0, 2**40, 2**20), (2**40, 0)])
 def test_a_mask_of_nothing_takes_no_time(shape):
     assert cuflash.dropout_mask(shape, 0.5, seed=1).shape == shape
+
+
+@pytest.mark.parametrize("origin", [Origin(query=8), Origin(key=8)])
+def test_kernels_draw_for_parts_from_multiples_of_a_block_on(origin):
+    q, options = np.zeros((16, 4)), cuflash.Options(dropout=0.5, seed=1)
+    problem = describe(q, q, q, options)
+    with pytest.raises(NotImplementedError, match=f"query {origin.query} and key {origin.key} "):
+        dispatch.placed(problem, options, origin)
+    assert dispatch.placed(problem, options, Origin(query=32, key=16)).origin.key == 16
