@@ -47,7 +47,9 @@ class Twin:
             on_device, (own.dropped, own._starts, own._sources, own._taken, own._old_table)
         )
 
-    def append(self, k: Any, v: Any, counts: Any = None, **rotary: Any) -> None:
+    def append(
+        self, k: Any, v: Any, counts: Any = None, frequencies: Any = None, **rotary: Any
+    ) -> None:
         """By kernels alone: what finds no room is dropped."""
         counts = None if counts is None else on_device(np.asarray(counts, np.int64))
         kernels.grow(
@@ -55,7 +57,7 @@ class Twin:
             page_size=SIZE, max_length=MOST, num_tokens=k.shape[2],
         )  # fmt: skip
         kernels.write(
-            on_device(k), on_device(v), self.k, self.v, None, self.table, self.starts,
+            on_device(k), on_device(v), self.k, self.v, frequencies, self.table, self.starts,
             self.lengths, self.sources, **{"rotation": "none", "num_pairs": 0} | rotary,
         )  # fmt: skip
 
@@ -177,10 +179,14 @@ def test_a_page_that_does_not_exist_is_replaced(number: int) -> None:
 def test_keys_are_turned_as_they_are_written(rotation: str, dtype: Any) -> None:
     twin, interleaved = Twin(2, 20, dtype), rotation == "neighbours"
     k, v = tokens(np.random.default_rng(0), 2, 7, dtype)
+    own = on_device(np.arange(D) / 7)[:33] if interleaved else None  # of fewer pairs
+    options = {"interleaved": interleaved, "frequencies": own}
+    pairs = D // 2 if own is None else len(own)
     for part in (slice(0, 3), slice(3, 7)):
-        twin.append(k[:, :, part], v[:, :, part], rotation=rotation, num_pairs=D // 2)
-        twin.cache.append(k[:, :, part], v[:, :, part], rotary=True, interleaved=interleaved)
-    expected = cuflash.rotary(k, np.arange(7), interleaved=interleaved)
+        new = k[:, :, part], v[:, :, part]
+        twin.append(*new, frequencies=own, rotation=rotation, num_pairs=pairs)
+        twin.cache.append(*new, rotary=True, **options)
+    expected = cuflash.rotary(k, np.arange(7), **options)
     found = [twin.k[twin.table[0, n // SIZE], :, n % SIZE] for n in range(7)]
     tolerance = 1e-14 if dtype == np.float64 else 0  # sines of two libraries
     check_equal(np.stack(found, axis=1), expected[0], tolerance)
