@@ -186,7 +186,7 @@ def works_or_says_why(name: str, wrong: dict[str, Any]) -> None:
         except AssertionError:
             if name != "assert_attention_close":
                 raise
-        except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        except (TypeError, ValueError, NotImplementedError, RuntimeError, ImportError) as error:
             text = str(error)
             if not (NAMED.match(text) or ALSO_NAMED.match(text)) or len(text) > 2000:
                 raise AssertionError(f"{type(error).__name__}: {text[:2000]}") from error

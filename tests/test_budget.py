@@ -525,3 +525,72 @@ def test_entries_one_by_one_have_the_budget_of_all(monkeypatch, dtype, options) 
 def test_entries_that_share_something_stay_together(monkeypatch, call) -> None:
     monkeypatch.setattr(_bounds, "TOGETHER", 1)
     assert Budget(call).entries == ()
+
+
+def sample(rows: int = 512, heads: int = 6, columns: int = 16, family: str = "normal") -> Budget:
+    """The budget of a call of float16."""
+    shapes = ((heads, rows, 16), (heads, rows, 16), (heads, rows, columns))
+    return Budget(make_call(family, 0, np.float16, *shapes))
+
+
+def test_one_head_that_errs_too_much_is_caught() -> None:
+    """By as little as the mean over all heads hides."""
+    budget = sample()
+    tensor = budget.forward.out
+    out, error = tensor.model.astype(np.float64), tensor.model - tensor.truth
+    out[3] += 0.4 * error[3]
+    with pytest.raises(BudgetError, match=r"R2: rms of the error of out \(head \(3,\)\)"):
+        budget.check_forward(out)
+    budget.check_forward(tensor.model)
+    gradients = {name: own.model.astype(np.float64) for name, own in budget.gradients.items()}
+    budget.check_backward(gradients)
+    dv = budget.gradients["v"]
+    gradients["v"][3] += 0.8 * (dv.model - dv.truth)[3]
+    with pytest.raises(BudgetError, match=r"R2: rms of the error of dv \(head \(3,\)\)"):
+        budget.check_backward(gradients)
+
+
+def test_one_element_that_errs_more_than_roundings_can_is_caught() -> None:
+    small = Budget(make_call("normal", 0, np.float16, (3, 4), (5, 4), (5, 4)))
+    out = small.truth.out + 2.5 * small.forward.out.rounding
+    with pytest.raises(BudgetError, match="R6: out"):
+        small.check_forward(out)
+
+
+def test_rows_and_not_elements_make_a_sample() -> None:
+    """Elements of a row have the error of its sum in common."""
+    factor = 1 + 0.9 * 2.0**-11
+    few = sample(4, 2, 1024, "uniform")
+    few.check_forward(few.truth.out * factor)
+    many = sample(family="uniform")
+    with pytest.raises(BudgetError, match="R2"):
+        many.check_forward(many.truth.out * factor)
+
+
+def test_a_probe_knows_relative_errors() -> None:
+    budget = Budget(probe(make_call("normal", 0, np.float16, (30, 16), (40, 16), (40, 16))))
+    budget.check_probe(budget.truth.out * (1 + 2.0**-11))
+    with pytest.raises(BudgetError, match="R3"):
+        budget.check_probe(budget.truth.out * (1 + 2.0**-8))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.0])
+def test_logarithms_that_are_not_those_of_their_rows_are_caught(value: float) -> None:
+    call = make_call("normal", 0, np.float32, (3, 4), (5, 4), (5, 4), options={"q_lengths": 2})
+    budget = Budget(call)
+    for row in (1, 2):
+        lse = budget.truth.lse.copy()
+        budget.check_forward(budget.truth.out, lse)
+        lse[row] = value
+        if row == 1 or value != -np.inf:
+            with pytest.raises(BudgetError, match=r"R[45]: lse"):
+                budget.check_forward(budget.truth.out, lse)
+
+
+def test_logarithms_have_their_digits() -> None:
+    """Where all scores are 0, the bound is 21 roundings."""
+    call = make_call("normal", 0, np.float32, (3, 4), (5, 4), (5, 4), options={"scale": 0.0})
+    budget = Budget(call)
+    budget.check_forward(budget.truth.out, budget.truth.lse + 8 * budget.u)
+    with pytest.raises(BudgetError, match="R4: lse"):
+        budget.check_forward(budget.truth.out, budget.truth.lse + 32 * budget.u)

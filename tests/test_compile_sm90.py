@@ -186,6 +186,22 @@ def test_results_in_float32_and_such_as_join_others(generation: int) -> None:
 
 @pytest.mark.gate
 @pytest.mark.nvrtc
+def test_parts_of_keys_and_packed_results_in_float32(generation: int) -> None:
+    """Every second one compiled by each NVRTC."""
+    parts = {"out_dtype": "float32", "split_keys": True}
+    found = []
+    for head_dims in HEAD_SIZES:
+        case = {**PLAIN, **SERVED, "head_dims": head_dims}
+        for name in ("causal and lengths", "window", "dropout, causal and lengths"):
+            found.append(config_of({**case, **OPTIONS[name]}, LARGE).replace(**parts))
+        if head_dims[0] != 192:
+            packed = config_of({**case, **OPTIONS["packed causal"]}, LARGE)
+            found.append(packed.replace(out_dtype="float32"))
+    compile_all(found[generation % 2 :: 2], generation)
+
+
+@pytest.mark.gate
+@pytest.mark.nvrtc
 def test_a_narrow_window_with_a_sink_and_bounds_from_arrays(generation: int) -> None:
     """Every second one compiled by each NVRTC."""
     case = {**PLAIN, **WINDOW, "sink": np.float32, "head_dims": (128, 128)}

@@ -17,6 +17,12 @@ from support.shards import in_threads
 X = np.random.default_rng(0).standard_normal((2, 8, 4))
 IDS = np.zeros(8, int), np.zeros(16, int)
 
+HOSTS = {"host": lambda score, *_: score, "host_grad": lambda score, *_: score}
+HALF, SAME, FLAT = (
+    cuflash.ScoreMod(text, grad=grad, **HOSTS)
+    for text, grad in (("score / 2", "0.5f"), ("score", "1.0f"), ("score", "0.0f"))
+)
+
 
 def forward(comm, **words):
     return distributed.attention(X, X, X, comm=comm, **words)
@@ -38,6 +44,9 @@ DIFFERENT = {
     "dlse": (gradient, {}, gradient, {"dlse": X[..., 0]}, "dlse"),
     "dtype of dout": (gradient, {}, gradient, {"dout": X.astype("f4")}, "dout"),
     "wrt": (gradient, {}, gradient, {"wrt": ("q", "k")}, "wrt"),
+    "formula": (forward, {"score_mod": HALF}, forward, {"score_mod": SAME}, "score_mod"),
+    "formula of a gradient": (forward, {"score_mod": SAME}, forward, {"score_mod": FLAT},
+                              "score_mod"),
     "axis": (whole, {}, whole, {"axis": -1}, "axis"),
     "layout": (whole, {}, whole, {"layout": "contiguous"}, "layout"),
     "dtype": (whole, {}, whole, {"x": X.astype("f4")}, "x without rows"),

@@ -92,9 +92,10 @@ def test_the_definition_of_a_gradient_is_that_of_dequantised_arrays() -> None:
     assert all(bits(a) == bits(b) for a, b in zip(found, expected, strict=True))
 
 
-def test_results_of_another_library_are_close_in_their_own_dtype() -> None:
+@pytest.mark.parametrize("rows", [160, 6])
+def test_results_of_another_library_are_close_in_their_own_dtype(rows: int) -> None:
     """bfloat16 where it has, and otherwise no less exact than float32."""
-    q, k, v, dout = (of_8_bits((2, 160, 16), i) for i in range(4))
+    q, k, v, dout = (of_8_bits((2, rows, 16), i) for i in range(4))
     own = {"q_scale": 0.5, "v_scale": powers_of_two((2, 3, 1), 1)}
     exact = reference.attention(q, k, v, return_lse=True, **own)
     gradients = reference.attention_backward(dout, q, k, v, **own)
@@ -104,7 +105,7 @@ def test_results_of_another_library_are_close_in_their_own_dtype() -> None:
         given_ = {"gradients": rounded, "dout": dout, **own}
         assert_attention_close(result, q, k, v, **given_)
         eps = float(ml_dtypes.finfo(BF16 if dtype == BF16 else np.float16).eps)
-        rounded.dv[...] = rounded.dv.astype(float) * (1 + 4 * eps)
+        rounded.dv[...] = rounded.dv.astype(float) * (1 + 8 * eps)
         with pytest.raises(AssertionError, match="dv"):
             assert_attention_close(result, q, k, v, **given_)
     with pytest.raises(AssertionError):

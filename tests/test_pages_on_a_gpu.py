@@ -10,10 +10,12 @@ from ml_dtypes import bfloat16
 from test_paged import Paged
 
 import cuflash
-from support.portable import portable_kernels
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
+
+from support.portable import portable_kernels  # noqa: E402
+
 POISON = -(10**9)
 
 

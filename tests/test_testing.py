@@ -108,6 +108,12 @@ def test_products_of_tf32_are_those_of_float32(dtypes):
         assert_attention_close(out * (1 + 2.0**-9), *call.qkv, precision="tf32")
 
 
+@pytest.mark.parametrize("p", [0.1, 0.3, 1.0])
+def test_dropout_is_rounded_as_the_library_rounds_it(p):
+    call = make_call("normal", 0, "float32", *SHAPES, options={"dropout": p, "seed": 1})
+    check(call, *backward(call))
+
+
 def test_gradients_are_those_of_the_out_that_is_given():
     """Of values with a common part the roundings of out decide dq: none in an out of float32."""
     call = make_call("normal", 0, "bfloat16", (2, 128, 32), (2, 128, 32), (2, 128, 32))
@@ -345,6 +351,10 @@ def test_calls_with_one_seed_are_one():
     first, again = (make_call("uniform", 7, "bfloat16", *SHAPES) for _ in range(2))
     np.testing.assert_array_equal(first.q, again.q)
     assert (make_call("uniform", 8, "bfloat16", *SHAPES).q != first.q).any()
+    assert first.lse_dtype == np.float32
+    mixed = make_call("uniform", 7, (np.float16, np.float32, np.float16), *SHAPES)
+    assert mixed.dtype == mixed.dout.dtype == np.float32
+    assert make_call("uniform", 7, "float64", *SHAPES).lse_dtype == np.float64
     assert repr(first) == (
         "Call(q=bfloat16[2, 3, 40, 8], k=bfloat16[2, 3, 48, 8], v=bfloat16[2, 3, 48, 6], "
         "dout=bfloat16[2, 3, 40, 6], origin='uniform, seed 7')"

@@ -32,7 +32,8 @@ def facts_of_options(options: Options) -> dict[str, Any]:
     for name in OPTION_NAMES:
         value = getattr(options, name)
         if name in ("score_mod", "mask_mod"):
-            facts[name] = None if value is None else value.expression
+            texts = getattr(value, "expression", None), getattr(value, "grad", None)
+            facts[name] = None if value is None else texts
         elif name not in of_arrays:
             facts[name] = value
     for name, array in options.arrays.items():

@@ -133,7 +133,7 @@ class Processes(Communicator):
         message = json.dumps({"rank": rank, "text": text}).encode()
         for other in self._links:
             if tell:
-                self._tell(other, _FAILED, 0, message)
+                self._tell(other, _FAILED, 0, message, _GRACE)
         if rank in self._links:
             with contextlib.suppress(OSError):  # a send to it may be waiting
                 self._links[rank].shutdown(socket.SHUT_RDWR)
@@ -165,7 +165,7 @@ class Processes(Communicator):
             self._closed = True
             self._changed.notify_all()
         for other in self._links:
-            self._tell(other, _LEAVING, 0, b"")
+            self._tell(other, _LEAVING, 0, b"", _GRACE)
         for link in self._links.values():
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_WR)
@@ -190,10 +190,15 @@ class Processes(Communicator):
             self.check()
             raise CommunicationError(f"rank {other} cannot be reached", other) from error
 
-    def _tell(self, other: int, kind: int, number: int, payload: bytes) -> None:
-        """Send a small frame if nothing else is being sent, and without waiting."""
+    def _tell(
+        self, other: int, kind: int, number: int, payload: bytes, patience: float = 0.0
+    ) -> None:
+        """Send a small frame without waiting, once nothing else is being sent.
+
+        ``patience`` is how many seconds that may take: a sign of life is not worth any.
+        """
         frame = _FRAME.pack(kind, number, len(payload)) + payload
-        if not self._locks[other].acquire(blocking=False):
+        if not self._locks[other].acquire(timeout=patience):
             return  # data is a sign of life, too
         try:
             sent = self._links[other].send(frame, _NO_WAIT)
