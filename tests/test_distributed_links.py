@@ -133,7 +133,8 @@ def test_a_rank_that_left_is_not_missed_by_who_needs_nothing_of_it(one):
 
 
 @pytest.mark.parametrize("word", ["has left", "raised in the middle of a call"])
-def test_what_ends_is_told_though_a_sign_of_life_is_being_sent(two, word):
+def test_what_ends_is_told_though_a_sign_of_life_is_being_sent(two, word, monkeypatch):
+    monkeypatch.setattr(_processes, "_GRACE", 1.0)
     lock = two[1]._locks[0]
     assert lock.acquire(timeout=5)
     threading.Timer(0.1, lock.release).start()

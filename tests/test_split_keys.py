@@ -108,10 +108,13 @@ def test_any_number_of_parts_is_within_the_budget(
         Budget(call).check_forward(*found[0])
 
 
-def test_more_parts_than_a_warp_has_lanes(device: HostDevice, splits: Any) -> None:
+@pytest.mark.parametrize("seen", [{}, {"window": (100, 0)}], ids=["all", "the last"])
+def test_more_parts_than_a_warp_has_lanes(
+    device: HostDevice, splits: Any, seen: dict[str, Any]
+) -> None:
     """And more columns; results in strides of their own, and parts that hold no key."""
     splits(40)
-    options = {"kv_lengths": np.array([2560, 300])}
+    options = {"kv_lengths": np.array([2560, 300]), **seen}
     shapes = (2, 3, 24), (2, 2560, 24), (2, 2560, 72)
     call = make_call("normal", 5, np.dtype(np.float16), *shapes, options=options, wrt=())
     out = np.full((3, 2, 144), np.nan, np.float32)[..., ::2].swapaxes(0, 1)
