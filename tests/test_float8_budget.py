@@ -81,6 +81,17 @@ def test_weights_of_other_formats_are_caught(mistake: dict[str, Any]) -> None:
         check(made, **mistake)
 
 
+def test_weights_err_by_their_rounding_and_little_more() -> None:
+    """In few rows, of which no sample is made: by 2^-4, and 2^-6 of sums."""
+    q, k = (np.zeros((n, 64)) for n in (3, 40))
+    made = quantized((q, k, np.random.default_rng(0).uniform(0.5, 1, (40, 8))), None)
+    scales = dict(zip(NAMES, made.factors, strict=True))
+    out = reference.attention(*made[:3], **scales)
+    assert_attention_close(out * (1 + 2.0**-4), *made[:3], **scales)
+    with pytest.raises(BudgetError, match="R6: out"):
+        assert_attention_close(out * (1 + 2.0**-3), *made[:3], **scales)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_scale_that_is_not_applied_is_caught(name: str) -> None:
     made = quantized(inputs_of("normal", 0, ROWS, 300, 64), None)

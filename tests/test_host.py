@@ -393,6 +393,18 @@ def test_a_batch_of_none_may_have_arrays_of_options():
     assert not found["bias"].any()
 
 
+def test_without_keys_the_sink_is_all_that_a_row_has():
+    q, none, sink = np.ones((2, 3, 4)), np.ones((2, 0, 4)), np.array([0.5, -1.0])
+    out, lse = cuflash.attention(q, none, none, sink=sink, return_lse=True)
+    assert not out.any()
+    np.testing.assert_array_equal(lse, np.repeat(sink[:, None], 3, 1))
+    gradients = cuflash.attention_backward(
+        q, q, none, none, out, lse, dlse=np.ones((2, 3)), wrt=("q", "sink"), sink=sink
+    )
+    assert not gradients.dq.any()
+    np.testing.assert_array_equal(gradients.dsink, [3, 3])
+
+
 def test_a_sink_of_minus_infinity_is_none():
     """Also beside one that is finite, and for a row that sees no key."""
     q, k, v = normal(2, 6, 5)
