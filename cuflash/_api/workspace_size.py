@@ -41,7 +41,8 @@ def workspace_size(
     Parameters
     ----------
     q, k, v, options, axes, precision, **score_options
-        As in :func:`attention`.
+        As in :func:`attention`. The result of 8-bit operands is taken for bfloat16: ``out`` of
+        another dtype may need another size.
     cu_seqlens_q, cu_seqlens_k : integer array or list, (sequences + 1,), optional
         As in :func:`attention_varlen`, for a call of packed sequences.
     backward : bool
@@ -73,7 +74,7 @@ def workspace_size(
         if backward:
             fix = "call attention_vjp on keys and values in order"
             raise wrong_value("backward", True, "False: pages have no gradient", fix)
-        if not cu_seqlens_q is cu_seqlens_k is None:
+        if cu_seqlens_q is not None or cu_seqlens_k is not None:
             got = "page_table together with cu_seqlens_q or cu_seqlens_k"
             raise wrong_type("page_table", got, "pages or packed sequences, not both")
         return workspace_of_pages(q, k, v, page_table, chosen, axes, precision)
