@@ -180,7 +180,7 @@ def contiguous(argument: str, array: Array, dtype: Any) -> Array:
 
 
 def to_int64(array: Array) -> Array:
-    """``array`` of integers in int64: what has no int64 is the largest, not negative."""
+    """Integers in int64; uint64 beyond its range becomes the largest, not a negative number."""
     if array.dtype == np.uint64:
         array = array.clip(0, 2**63 - 1)
     return array.astype(np.int64)
@@ -213,7 +213,7 @@ def allocate(xp: ModuleType, argument: str, shape: tuple[int, ...], dtype: Any) 
 
 
 def deeply_copied(value: Any, memo: dict[int, Any]) -> Any:
-    """The ``__deepcopy__`` of what pickles by keywords, with copies of its arrays."""
+    """``__deepcopy__`` of objects that pickle by keywords; it copies their arrays."""
     build, _ = value.__reduce__()
     return build.func(**copy.deepcopy(build.keywords, memo))
 

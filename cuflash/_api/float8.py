@@ -103,7 +103,7 @@ def dequantized(
 
 
 def without_memory(q: Array, k: Array, v: Array, options: Options, axes: Any) -> Plain:
-    """The same, of which no element may be read: where they lie decides which kernels serve."""
+    """The same call on arrays that have the layouts of dequantised ones, but no elements."""
     arrays, _ = _checked(_native(q, k, v), options, axes)
     dtype = result_dtype([a.dtype for a in arrays], None)
     found: Any = [_unread(a, dtype) if a.dtype in FLOAT8 else a for a in arrays]

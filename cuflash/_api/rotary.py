@@ -136,7 +136,7 @@ class Turns(NamedTuple):
 
     @classmethod
     def of(cls, name: str, x: Array, frequencies: Any, interleaved: Any) -> Turns:
-        """Those of the rows ``x``, an argument called ``name``; raise where they do not fit."""
+        """The turns of the rows ``x``, an argument called ``name``; raise where they do not fit."""
         d, shape = x.shape[-1], x.shape
         rotation = "neighbours" if flag("interleaved", interleaved) else "halves"
         if frequencies is None:
@@ -161,7 +161,7 @@ NO_TURNS = Turns(None, 0, "none")
 
 
 def _check_positions(shape: tuple[int, ...], positions: Any) -> None:
-    """Raise for positions that are not those of rows."""
+    """Raise unless there is a position for each row."""
     if isinstance(positions, int):
         if not -(2**63) <= positions < 2**63:
             raise wrong_value("positions", positions, "an int of 64 bits")

@@ -59,7 +59,7 @@ class _Limit:
 
 
 def _set_threads(blas: Any, number: int) -> None:
-    """Set it for OpenBLAS from any thread: threadpoolctl 3.8 heeds only the first that asks."""
+    """Set the number of threads; threadpoolctl 3.8 lets only OpenBLAS's first caller: forget it."""
     clear = getattr(blas, "clear_controlling_thread", lambda **_: None)
     clear(force=True)
     blas.set_num_threads(number)

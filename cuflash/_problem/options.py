@@ -273,7 +273,7 @@ def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
 
 
 def arrays_read(options: Options) -> dict[str, Array]:
-    """The arrays that a call with these options reads, by name; those of formulas too."""
+    """The arrays that a call with these options reads, by name; arrays of formulas too."""
     mods = {"score_mod": options.score_mod, "mask_mod": options.mask_mod}
     return options.arrays | {
         f"{kind}.arrays[{name!r}]": array

@@ -222,7 +222,7 @@ def make_call(
 
 
 def _three(dtype: Any) -> tuple[np.dtype[Any], ...]:
-    """Those of q, k and v."""
+    """The dtypes of q, k and v."""
     expected = "a floating dtype, or a tuple of three"
     given = dtype if isinstance(dtype, tuple) else (dtype,) * 3
     if len(given) != 3:

@@ -157,8 +157,8 @@ def calls(
     options : sequence of str
         Score options that may be set.
     option_sets : sequence of collections of str, optional
-        The options that are set are those of one of these sets. Without it each is set, or is not.
-        Every set may be a kernel to compile: name few for a GPU.
+        Options of one of these sets are set. Without it each option is set, or is not. Every set
+        may be a kernel to compile: name few for a GPU.
     families : sequence of str
         Names of :data:`FAMILIES`, from which the kind of numbers is drawn.
     gradients : collection of {"bias", "alibi_slopes", "sink", "scale"}
@@ -280,7 +280,7 @@ def _seeds() -> st.SearchStrategy[int]:
 
 @st.composite
 def _dtypes(draw: st.DrawFn, names: Sequence[str], *, mixed: bool) -> tuple[np.dtype[Any], ...]:
-    """Those of q, k and v: in five of six draws one; float16 and bfloat16 do not promote."""
+    """Dtypes of q, k and v: in five of six draws one; float16 and bfloat16 do not promote."""
     if not mixed or draw(st.integers(0, 5)) < 5:
         return (DTYPES[draw(st.sampled_from(tuple(names)))],) * 3
     other_half = draw(st.sampled_from(HALVES))
