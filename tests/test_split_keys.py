@@ -125,6 +125,20 @@ def test_more_parts_than_a_warp_has_lanes(
     assert device.launched[-1] == "cuflash_forward_combine"
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("kind", ["causal", "sink", "mask", "key bias"])
+def test_narrow_heads(device: HostDevice, splits: Any, dtype: Any, kind: str) -> None:
+    """By the kernel whose threads own rows."""
+    rng, shapes = np.random.default_rng(3), ((2, 2, 70, 3), (2, 1, 700, 3), (2, 1, 700, 5))
+    bias = {"bias": np.where(rng.random((2, 1, 1, 700)) < 0.1, -np.inf, 0.5).astype(dtype)}
+    given = bias if kind == "key bias" else options_of(70, 700)[kind]
+    call = make_call("normal", 1, np.dtype(dtype), *shapes, options=given, wrt=())
+    for parts in (2, 5):
+        splits(parts)
+        Budget(call).check_forward(*forward(call, cuflash.Options(**given)))
+        assert device.launched[-2:] == ["cuflash_forward_narrow", "cuflash_forward_combine"]
+
+
 @pytest.mark.parametrize("kind", ["causal", pytest.param("sink", marks=pytest.mark.full)])
 def test_packed_sequences_are_split_by_their_own_lengths(device: HostDevice, kind: str) -> None:
     """And rows of no sequence are zeros; a row has the same bits whatever else is packed."""

@@ -77,7 +77,7 @@ class ForwardConfig(KernelConfig):
     computes = "out"
     parts = SCORED | {"own": portable.Forward}
     tunables = (*portable.TUNABLES, "num_stages")
-    splits_keys = reads_pages = True
+    splits_keys = of_few_rows = reads_pages = True
 
     def check(self) -> None:
         if self.num_stages not in (1, 2):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from cuflash._kernels import portable, tf32_sm90, wgmma
+from cuflash._kernels import portable, split_keys, tf32_sm90, wgmma
 from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import dtype_of
@@ -18,6 +18,7 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
     computes = "out"
     parts = SCORED | {"own": portable.Forward}
     other_warps = 8
+    splits_keys = True
 
     def check(self) -> None:
         super().check()
@@ -43,4 +44,6 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The fastest of benchmarks/sweeps on an H100 SXM; two stages where they fit. (D39, D43)"""
         own = tf32_sm90.fields(cls, request, 128, 64) | {"sink": dtype_of(request.problem.sink)}
+        if split_keys.wanted(request):
+            own |= split_keys.fields(request)
         return tf32_sm90.staged(cls, request, own)

@@ -49,11 +49,11 @@ def wanted(request: Request) -> bool:
 
 
 def suits(kernel: type[KernelConfig], request: Request) -> bool:
-    """Whether a kernel is the one for parts of keys: few rows leave Hopper's tiles half empty.
+    """Whether a kernel is the one for parts of keys: few rows leave tiles of others half empty.
 
     (D180)
     """
-    return not kernel.for_sm90 or (kernel.splits_keys and not few(request.problem))
+    return kernel.splits_keys and (kernel.of_few_rows or not few(request.problem))
 
 
 def few(problem: Problem) -> bool:
