@@ -24,6 +24,7 @@ class Own(NamedTuple):
     sink: Floats
     num_stages: int = 2
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
+    overlaps: bool = False  # does the kernel that combines them start meanwhile?
 
 
 class ForwardNarrowConfig(narrow.NarrowConfig):

@@ -78,6 +78,7 @@ class Own(NamedTuple):
     num_q_stages: int  # 2: results are staged in one while the other is used
     overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
+    overlaps: bool = False  # does the kernel that combines them start meanwhile?
     joins: bool = False  # is there a result over other keys, which this one joins?
 
 

@@ -191,6 +191,7 @@ class Forward(NamedTuple):
     sink: Floats
     num_stages: int = 2  # buffers of k and of v
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
+    overlaps: bool = False  # does the kernel that combines them start meanwhile?
     paged: bool = False  # do keys and values lie in pages, which a table puts in order?
 
 

@@ -64,7 +64,8 @@ def few(problem: Problem) -> bool:
 
 def fields(request: Request) -> dict[str, Any]:
     """Fields of a kernel for parts of keys, of which out is as exact as lse."""
-    return {"split_keys": True, "out_dtype": request.problem.lse_dtype.name}
+    exact = {"split_keys": True, "out_dtype": request.problem.lse_dtype.name}
+    return exact | {"overlaps": request.capability >= 90}
 
 
 def part_keys(problem: Problem, config: Any, parts: int) -> int:

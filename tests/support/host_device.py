@@ -40,7 +40,7 @@ from cuflash._select import hardware
 
 SUPPORT = Path(__file__).parent
 COMPILER = shutil.which("g++")
-_PTX = ("arithmetic", "cp_async", "mma_sync", "once", "special", "tma")
+_PTX = ("arithmetic", "cp_async", "dependents", "mma_sync", "once", "special", "tma")
 
 
 class DeviceArray(np.ndarray):

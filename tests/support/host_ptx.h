@@ -7,6 +7,8 @@ namespace cuflash::ptx {
 
 inline int block_index() { return blockIdx.x; }
 inline int thread_index() { return threadIdx.x; }
+inline void launch_dependents() {}
+inline void wait_for_kernel_before() {}
 inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - smem_bytes);
 }
