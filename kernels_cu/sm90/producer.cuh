@@ -4,6 +4,7 @@
 #include "ptx/sync.cuh"
 #include "schedule/segments.cuh"
 #include "sm90/load.cuh"
+#include "sm90/load_pages.cuh"
 #include "sm90/shared_memory.cuh"
 
 namespace cuflash {
@@ -119,8 +120,8 @@ struct Producer {
   CUFLASH_DEVICE void load_k(const BatchIndex& entry, int first_k, int block) {
     const int stage = k_ring.stage();
     wait(smem.k_empty[stage], k_ring.empty_parity());
-    load(smem.k[stage], params.k_map, params.k_layout, smem.k_full[stage], entry,
-         first_k + block * Config::block_n);
+    load_keys(smem.k[stage], params.k_map, params.k_layout, smem.k_full[stage], entry,
+              first_k + block * Config::block_n);
     k_ring.advance();
   }
 
@@ -129,12 +130,13 @@ struct Producer {
   CUFLASH_DEVICE void load_v(const BatchIndex& entry, int first_k, int block, Range seen) {
     const int stage = v_ring.stage(), first_key = block * Config::block_n;
     const Range kept{max(seen.begin - first_key, 0), seen.end - first_key};
-    const int loaded = min(Config::block_n, params.score.seqlen_k - first_k - first_key);
+    const int exist = params.score.seqlen_k - first_k - first_key;
+    const int loaded = Config::paged ? Config::block_n : min(Config::block_n, exist);
     const bool clears = kept.begin > 0 || kept.end < loaded;
     auto& to = landing_of_v(smem);
     wait(to.v_empty[stage], v_ring.empty_parity());
-    load(to.v[stage], params.v_map, params.v_layout, clears ? smem.v_raw : to.v_full[stage], entry,
-         first_k + first_key);
+    load_keys(to.v[stage], params.v_map, params.v_layout, clears ? smem.v_raw : to.v_full[stage],
+              entry, first_k + first_key);
     if (clears) {
       wait(smem.v_raw, raw_ring.full_parity());
       raw_ring.advance();
@@ -144,6 +146,20 @@ struct Producer {
       arrive_as_warp(to.v_full[stage]);
     }
     v_ring.advance();
+  }
+
+  // A block of k or v, in order or in pages.
+  template <typename Tile>
+  CUFLASH_DEVICE void load_keys(Tile& tile, const ptx::TensorMap& map, const Layout& layout,
+                                uint64_t& full, const BatchIndex& entry, int first_row) {
+    if constexpr (Config::paged) {
+      if (lane_index() == 0) ptx::mbarrier_arrive_expect(ptx::shared_address(&full), Tile::bytes);
+      __syncwarp();  // the bytes of all lanes are expected
+      start_load_of_pages(tile, map, layout, params, entry, first_row, full);
+      __syncwarp();  // as below
+    } else {
+      load(tile, map, layout, full, entry, first_row);
+    }
   }
 
   template <typename Tile>
