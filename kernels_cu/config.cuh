@@ -107,6 +107,7 @@ struct Defaults {
 
   static constexpr bool window_left = false;  // is that side bounded?
   static constexpr bool window_right = false;
+  static constexpr bool heads_in_rows = false;  // does a row stand for a head and a query?
   static constexpr bool scale_in_exponent = true;
   static constexpr bool softcap = false;
   static constexpr Dtype bias = Dtype::none;

@@ -125,6 +125,31 @@ def test_more_parts_than_a_warp_has_lanes(
     assert device.launched[-1] == "cuflash_forward_combine"
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+@pytest.mark.parametrize(
+    "bound",
+    [
+        {"causal": True},
+        {"causal": True, "kv_lengths": np.array([[2], [333]])},
+        {"window": (200, 1), "offset": np.array([[300], [-1]])},
+        {"window": (90, 0), "softcap": 3.0},
+    ],
+    ids=["causal", "lengths", "offsets", "window"],
+)
+def test_queries_of_the_heads_of_a_group_are_rows(
+    device: HostDevice, splits: Any, dtype: Any, bound: dict[str, Any]
+) -> None:
+    """Each with the bound of its query."""
+    given = {"enable_gqa": True, **bound}
+    shapes = (2, 6, 5, 24), (2, 2, 350, 24), (2, 2, 350, 24)
+    call = make_call("normal", 4, np.dtype(dtype), *shapes, options=given, wrt=())
+    for parts in (0, 3):
+        splits(parts)
+        Budget(call).check_forward(*forward(call, cuflash.Options(**given)))
+        config = next(c for c in device.configs if c.computes == "out")
+        assert config.heads_in_rows
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("kind", ["causal", "sink", "mask", "key bias"])
 def test_narrow_heads(device: HostDevice, splits: Any, dtype: Any, kind: str) -> None:

@@ -134,6 +134,10 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
                 "a page is no multiple of the 8 rows of an atom of shared memory",
             ),
             (
+                pages is not None and biased,
+                "a bias spills beside pages at head size 96",
+            ),
+            (
                 pages is not None and split_keys.few(problem),
                 "few queries over pages leave its tiles half empty",
             ),

@@ -64,6 +64,7 @@ _FIELDS: dict[str, Callable[[Problem], Any]] = {
     "scale_in_exponent": scale_in_exponent,
     **{o.name: functools.partial(_dtype_or_flag, o) for o in COMPILED if o not in _SCALES},
     "offset": _offset,
+    "heads_in_rows": lambda p: p.num_queries is not None,
     "score_mod": lambda p: p.formulas is not None and p.formulas.score_mod,
     "mask_mod": lambda p: p.formulas is not None and p.formulas.mask_mod,
     "formulas": lambda p: () if p.formulas is None else p.formulas.texts,  # (file, text) pairs

@@ -37,7 +37,7 @@ def with_shared_rows(
 
 
 def _with_equal_rows(problem: Problem) -> Problem | None:
-    """The problem without bounds that depend on the row; None where something else does."""
+    """The problem whose rows know what they see by their query alone; None where they do not."""
     differs = (problem.formulas, problem.q_lengths, problem.cu_seqlens_q)
     whole = problem.q_length_value in (None, problem.seqlen_q)
     of_pairs = present(problem, "add", "see", "weight")
@@ -45,7 +45,9 @@ def _with_equal_rows(problem: Problem) -> Problem | None:
         return None
     if problem.window_left is None and problem.window_right is None:
         return problem
-    if problem.seqlen_q > 1 or problem.window_left is not None or problem.offset is not None:
+    if problem.seqlen_q > 1:
+        return _with_queries_in_rows(problem)
+    if problem.window_left is not None or problem.offset is not None:
         return None
     # One row sees the keys up to a bound: by default, all that there are.
     keys = problem.kv_length_value
@@ -55,6 +57,15 @@ def _with_equal_rows(problem: Problem) -> Problem | None:
         keys = problem.seqlen_k if keys is None else keys
         keys = max(0, min(keys, problem.offset_value + (problem.window_right or 0) + 1))
     return replace(problem, window_right=None, kv_length_value=keys)
+
+
+def _with_queries_in_rows(problem: Problem) -> Problem:
+    """The problem in which bounds follow from the query that a row is of some head."""
+    offset = problem.offset_value
+    if offset is None and problem.offset is None and problem.kv_lengths is None:
+        keys = problem.kv_length_value
+        offset = (problem.seqlen_k if keys is None else keys) - problem.seqlen_q
+    return replace(problem, num_queries=problem.seqlen_q, offset_value=offset)
 
 
 def _merged_last_axis(
