@@ -17,8 +17,9 @@ from cuflash._kernels import split_keys
 from cuflash._kernels.forward_sm80 import ForwardConfig
 from cuflash._kernels.forward_sm90 import ForwardSm90Config
 from cuflash._kernels.request import Request
+from cuflash._problem.options import signature
 from cuflash._problem.packed import describe_packed
-from cuflash._problem.problem import describe
+from cuflash._problem.problem import describe, in_pages
 from cuflash._select import hardware
 from cuflash._select.access import Access
 from cuflash._select.choose import choose
@@ -40,8 +41,10 @@ def device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevic
 
     Parts of packed sequences are so few that those of long ones have more keys.
     """
-    few = split_keys.BOUNDS._replace(fewest=512, most_of_ragged=512, packed_parts=3)
+    few = split_keys.BOUNDS._replace(most_of_ragged=512, packed_parts=3)
     monkeypatch.setattr(split_keys, "BOUNDS", few)
+    worth = dict.fromkeys(split_keys.WORTH, split_keys.Worth(fewest=512, least=256))
+    monkeypatch.setattr(split_keys, "WORTH", worth)
     with host_device(tmp_path) as found:
         yield found
 
@@ -257,11 +260,16 @@ def test_values_and_scores_that_are_large(splits: Any, size: float) -> None:
 
 def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
     def parts(
-        batch: tuple[int, ...], rows: int, keys: int, sms: int = 132, d: int = 64, **options: Any
-    ) -> int:
+        batch: tuple[int, ...], rows: int, keys: int, sms: int = 132, d: int = 64,
+        page_size: int = 0, **options: Any,
+    ) -> int:  # fmt: skip
         dtype = np.float16 if d == 64 else np.float32
         q, k = (np.broadcast_to(dtype(0), (*batch, n, d)) for n in (rows, keys))
         problem = describe(np.empty_like(q), np.empty_like(k), k, cuflash.Options(**options))
+        if page_size:
+            pages = signature(np.empty((1, batch[1], page_size, d), dtype))
+            table = signature(np.zeros((batch[0], 1, keys // page_size), np.int32))
+            problem = in_pages(problem, pages, pages, table)
         request = Request(problem, num_sms=sms)
         if not split_keys.wanted(request):
             return 0
@@ -270,8 +278,14 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
         return split_keys.parts_of(problem, config, sms)
 
     lengths = np.array([[3], [100_000]])
-    assert parts((1, 8), 1, 2047) == 0
-    assert parts((1, 8), 1, 2048) == 8  # of 256 keys at least
+    assert parts((1, 8), 1, 1023) == 0
+    assert parts((1, 8), 1, 1024) == 6  # of 128 keys at least, in blocks of 96
+    assert parts((1, 8), 1, 496, page_size=16) == 0
+    assert parts((1, 8), 1, 512, page_size=16) == 6  # of 64
+    assert parts((1, 8), 64, 512, page_size=16) == 6
+    assert parts((1, 8), 65, 2032, page_size=16) == 0
+    assert parts((1, 8), 65, 2047) == 0
+    assert parts((1, 8), 65, 2048) == 8  # of 256
     assert parts((1, 8), 1, 65536) == 33  # 8 tiles, two on each of 132 SMs
     assert parts((1, 8), 1, 65536, sms=66) == 16
     assert parts((1, 8), 1, 65536, sms=0) == 0

@@ -19,28 +19,41 @@ from cuflash._problem.problem import Problem
 FEW_ROWS = 64  # of a tile of one query each of a few heads
 
 
-class Bounds(NamedTuple):
-    """When keys are split, and into what; in keys, where nothing else is said."""
+class Worth(NamedTuple):
+    """When a second kernel is worth it for a tile, in keys."""
 
-    fewest: int  # that are worth a second kernel
-    of_a_row: int  # and for each query
+    fewest: int  # that are split
     least: int  # of a part
+
+
+#: Of tiles of up to 64 rows two kernels take 7.9 us for 1024 keys, one 9.7; for 512 in pages 7.9,
+#: one 15.4 (H200, 8 heads of 64, in a graph). (D182, D196)
+WORTH = {
+    "many rows": Worth(2048, 256),
+    "few rows": Worth(1024, 128),
+    "few rows over pages": Worth(512, 64),
+    "packed": Worth(2048, 256),
+}
+
+
+class Bounds(NamedTuple):
+    """What else bounds parts; in keys, where nothing else is said."""
+
+    of_a_row: int  # that are worth a second kernel, for each query
     most_of_ragged: int  # of a part, where entries may be shorter than the array
     most_parts: int
     packed_parts: int  # of each packed sequence, at most
 
 
-#: H100, 8 heads of 64, 2026-11-25: of 512 keys two kernels take 30 us with host and all, one 20; of
-#: 4096 (77 queries) 32 and 38. (D182)
-BOUNDS = Bounds(2048, 8, 256, 4096, 256, 32)
+BOUNDS = Bounds(8, 4096, 256, 32)
 
 
 def wanted(request: Request) -> bool:
     """Whether keys are many, and tiles leave half of the SMs idle or lengths may differ."""
-    problem, bounds = request.problem, BOUNDS
+    problem = request.problem
     if problem.joins or problem.dtype == E4M3 or not request.num_sms:
         return False
-    if problem.seqlen_k < max(bounds.fewest, bounds.of_a_row * problem.seqlen_q):
+    if problem.seqlen_k < max(_worth(problem).fewest, BOUNDS.of_a_row * problem.seqlen_q):
         return False
     if problem.cu_seqlens_q is not None:
         return _is_ragged(problem)
@@ -72,22 +85,30 @@ def part_keys(problem: Problem, config: Any, parts: int) -> int:
     """The keys of a part: whole blocks. Of a packed sequence the fewest: ``schedule/tiles.cuh``."""
     blocks = -(-problem.seqlen_k // config.block_n)
     if problem.cu_seqlens_q is not None:
-        return int(-(-BOUNDS.least // config.block_n) * config.block_n)
+        return int(-(-_worth(problem).least // config.block_n) * config.block_n)
     return int(-(-blocks // parts) * config.block_n)
 
 
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     """The parts of each tile of a configuration: as many as fill the device once."""
-    bounds = BOUNDS
+    bounds, most = BOUNDS, problem.seqlen_k // _worth(problem).least
     if problem.cu_seqlens_q is not None:
-        return min(bounds.packed_parts, problem.seqlen_k // bounds.least)
+        return min(bounds.packed_parts, most)
     tiles = math.prod(problem.batch) * -(-problem.seqlen_q // config.block_m) * config.split_columns
     blocks = -(-problem.seqlen_k // config.block_n)
     parts = config.blocks_per_sm * num_sms // max(tiles, 1)
     if _is_ragged(problem):
         parts = max(parts, -(-problem.seqlen_k // bounds.most_of_ragged))
-    parts = max(1, min(parts, problem.seqlen_k // bounds.least, bounds.most_parts))
+    parts = max(1, min(parts, most, bounds.most_parts))
     return int(-(-blocks // -(-blocks // parts)))
+
+
+def _worth(problem: Problem) -> Worth:
+    if problem.cu_seqlens_q is not None:
+        return WORTH["packed"]
+    if not few(problem):
+        return WORTH["many rows"]
+    return WORTH["few rows" if problem.pages is None else "few rows over pages"]
 
 
 def _is_ragged(problem: Problem) -> bool:
