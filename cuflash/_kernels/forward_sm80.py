@@ -100,6 +100,7 @@ class ForwardConfig(KernelConfig):
         own = portable.fields(cls, request) | {"sink": dtype_of(request.problem.sink)}
         own["paged"] = request.problem.pages is not None
         general = needs_score_math(request.problem) or not own["scale_in_exponent"]
+        general = general or request.problem.num_queries is not None
         if split_keys.wanted(request):
             own |= split_keys.fields(request)
         if own["paged"] or "split_keys" in own:

@@ -138,6 +138,12 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
                 "a bias spills beside pages at head size 96",
             ),
             (
+                pages is not None
+                and (looked_up or problem.dropout > 0)
+                and wgmma.widest(problem) > 128,
+                "a mask, ids or drawn bits spill beside pages",
+            ),
+            (
                 pages is not None and split_keys.few(problem),
                 "few queries over pages leave its tiles half empty",
             ),

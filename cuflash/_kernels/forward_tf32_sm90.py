@@ -37,7 +37,11 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
         problem = request.problem
         wide_segments = problem.segment_ids_q is not None and wgmma.widest(problem) > 64
         return tf32_sm90.against(request) or wgmma.first_reason(
-            (wide_segments, "segment ids of 64 keys spill beside 128 columns of out")
+            (wide_segments, "segment ids of 64 keys spill beside 128 columns of out"),
+            (
+                problem.num_queries is not None,
+                "queries of several heads leave its tiles half empty",
+            ),
         )
 
     @classmethod
