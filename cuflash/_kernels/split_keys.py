@@ -26,11 +26,12 @@ class Worth(NamedTuple):
     least: int  # of a part
 
 
-#: Of tiles of up to 64 rows two kernels take 7.9 us for 1024 keys, one 9.7; for 512 in pages 7.9,
-#: one 15.4 (H200, 8 heads of 64, in a graph). (D182, D196)
+#: One query over 1024 keys takes 7.9 us by two kernels, by one 9.7; over 512 in pages 7.9 and 15.4
+#: (H200, 8 heads of 64, in a graph). Keys in order and in pages have the same parts, and so
+#: the same bits. (D196)
 WORTH = {
     "many rows": Worth(2048, 256),
-    "few rows": Worth(1024, 128),
+    "few rows": Worth(1024, 64),
     "few rows over pages": Worth(512, 64),
     "packed": Worth(2048, 256),
 }
