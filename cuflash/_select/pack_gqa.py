@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from cuflash._kernels.score_config import present
 from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem
@@ -59,8 +61,13 @@ def _with_equal_rows(problem: Problem) -> Problem | None:
     return replace(problem, window_right=None, kv_length_value=keys)
 
 
-def _with_queries_in_rows(problem: Problem) -> Problem:
-    """The problem in which bounds follow from the query that a row is of some head."""
+def _with_queries_in_rows(problem: Problem) -> Problem | None:
+    """The problem in which bounds follow from the query that a row is of some head.
+
+    None where registers do not hold it beside wide rows of float32.
+    """
+    if problem.dtype == np.float32 and max(problem.head_dim, problem.head_dim_v) > 128:
+        return None
     offset = problem.offset_value
     if offset is None and problem.offset is None and problem.kv_lengths is None:
         keys = problem.kv_length_value
