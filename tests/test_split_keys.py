@@ -41,10 +41,8 @@ def device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevic
 
     Parts of packed sequences are so few that those of long ones have more keys.
     """
-    few = split_keys.BOUNDS._replace(most_of_ragged=512, packed_parts=3)
+    few = split_keys.BOUNDS._replace(fewest=512, most_of_ragged=512, packed_parts=3)
     monkeypatch.setattr(split_keys, "BOUNDS", few)
-    worth = dict.fromkeys(split_keys.WORTH, split_keys.Worth(fewest=512, least=256))
-    monkeypatch.setattr(split_keys, "WORTH", worth)
     with host_device(tmp_path) as found:
         yield found
 
@@ -278,16 +276,17 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
         return split_keys.parts_of(problem, config, sms)
 
     lengths = np.array([[3], [100_000]])
-    assert parts((1, 8), 1, 1023) == 0
-    assert parts((1, 8), 1, 1024) == 11  # of 64 keys at least: blocks of 96
+    assert parts((1, 8), 1, 2047) == 0
+    assert parts((1, 8), 1, 2048) == 11  # two blocks of 96 keys each: 16 parts may be short
+    assert parts((1, 8), 1, 8192) == 29  # three, which are 256 keys at least
     assert parts((1, 8), 1, 496, page_size=16) == 0
-    assert parts((1, 8), 1, 512, page_size=16) == 6
-    assert parts((1, 8), 64, 512, page_size=16) == 6
+    assert parts((1, 8), 1, 512, page_size=16) == 8  # one block of 64 keys
+    assert parts((1, 8), 64, 512, page_size=16) == 6  # of 96, by another tile
     assert parts((1, 8), 65, 2032, page_size=16) == 0
     assert parts((1, 8), 65, 2047) == 0
     assert parts((1, 8), 65, 2048) == 8  # of 256
-    assert parts((1, 8), 1, 65536) == 33  # 8 tiles, two on each of 132 SMs
-    assert parts((1, 8), 1, 65536, sms=66) == 16
+    assert parts((1, 8), 1, 65536) == 63  # 8 tiles, four on each of 132 SMs
+    assert parts((1, 8), 1, 65536, sms=66) == 33
     assert parts((1, 8), 1, 65536, sms=0) == 0
     assert parts((1, 8), 1, 65536, d=256) == 16  # columns are dealt out too
     assert parts((1, 1), 1, 262_144, sms=1000) == 249  # of at most 256, none without keys

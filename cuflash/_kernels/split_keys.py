@@ -19,42 +19,32 @@ from cuflash._problem.problem import Problem
 FEW_ROWS = 64  # of a tile of one query each of a few heads
 
 
-class Worth(NamedTuple):
-    """When a second kernel is worth it for a tile, in keys."""
-
-    fewest: int  # that are split
-    least: int  # of a part
-
-
-#: One query over 1024 keys takes 7.9 us by two kernels, by one 9.7; over 512 in pages 7.9 and 15.4
-#: (H200, 8 heads of 64, in a graph). Keys in order and in pages have the same parts, and so
-#: the same bits. (D196)
-WORTH = {
-    "many rows": Worth(2048, 256),
-    "few rows": Worth(1024, 64),
-    "few rows over pages": Worth(512, 64),
-    "packed": Worth(2048, 256),
-}
-
-
 class Bounds(NamedTuple):
-    """What else bounds parts; in keys, where nothing else is said."""
+    """When keys are split, and into what; in keys, where nothing else is said."""
 
-    of_a_row: int  # that are worth a second kernel, for each query
+    fewest: int  # that are worth a second kernel
+    fewest_in_pages: int  # of a tile of few rows
+    of_a_row: int  # that are worth it for each query
+    least: int  # of a part
+    short_parts: int  # of few rows: so many parts may be shorter,
+    shortest: int  # but no shorter than that
     most_of_ragged: int  # of a part, where entries may be shorter than the array
     most_parts: int
     packed_parts: int  # of each packed sequence, at most
 
 
-BOUNDS = Bounds(8, 4096, 256, 32)
+#: Keys in order and in pages have the same parts, and so the same bits. (D196)
+BOUNDS = Bounds(2048, 512, 8, 256, 16, 64, 4096, 256, 32)
 
 
 def wanted(request: Request) -> bool:
     """Whether keys are many, and tiles leave half of the SMs idle or lengths may differ."""
-    problem = request.problem
+    problem, bounds = request.problem, BOUNDS
     if problem.joins or problem.dtype == E4M3 or not request.num_sms:
         return False
-    if problem.seqlen_k < max(_worth(problem).fewest, BOUNDS.of_a_row * problem.seqlen_q):
+    in_pages = problem.pages is not None and few(problem)
+    fewest = bounds.fewest_in_pages if in_pages else bounds.fewest
+    if problem.seqlen_k < max(fewest, bounds.of_a_row * problem.seqlen_q):
         return False
     if problem.cu_seqlens_q is not None:
         return _is_ragged(problem)
@@ -86,15 +76,17 @@ def part_keys(problem: Problem, config: Any, parts: int) -> int:
     """The keys of a part: whole blocks. Of a packed sequence the fewest: ``schedule/tiles.cuh``."""
     blocks = -(-problem.seqlen_k // config.block_n)
     if problem.cu_seqlens_q is not None:
-        return int(-(-_worth(problem).least // config.block_n) * config.block_n)
+        return int(-(-BOUNDS.least // config.block_n) * config.block_n)
     return int(-(-blocks // parts) * config.block_n)
 
 
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     """The parts of each tile of a configuration: as many as fill the device once."""
-    bounds, most = BOUNDS, problem.seqlen_k // _worth(problem).least
+    bounds, most = BOUNDS, problem.seqlen_k // BOUNDS.least
     if problem.cu_seqlens_q is not None:
         return min(bounds.packed_parts, most)
+    if few(problem):
+        most = max(most, min(bounds.short_parts, problem.seqlen_k // bounds.shortest))
     tiles = math.prod(problem.batch) * -(-problem.seqlen_q // config.block_m) * config.split_columns
     blocks = -(-problem.seqlen_k // config.block_n)
     parts = config.blocks_per_sm * num_sms // max(tiles, 1)
@@ -102,14 +94,6 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
         parts = max(parts, -(-problem.seqlen_k // bounds.most_of_ragged))
     parts = max(1, min(parts, most, bounds.most_parts))
     return int(-(-blocks // -(-blocks // parts)))
-
-
-def _worth(problem: Problem) -> Worth:
-    if problem.cu_seqlens_q is not None:
-        return WORTH["packed"]
-    if not few(problem):
-        return WORTH["many rows"]
-    return WORTH["few rows" if problem.pages is None else "few rows over pages"]
 
 
 def _is_ragged(problem: Problem) -> bool:
