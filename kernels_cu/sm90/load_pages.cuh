@@ -27,6 +27,7 @@ struct PageAxes {
 };
 
 // The keys of one entry, as a lane of the producer knows them. Of keys in order it knows nothing.
+// (D154)
 template <bool paged>
 struct KeyPages {
   struct Box {};
