@@ -113,6 +113,7 @@ def candidates(
         "half" if problem.dtype in HALVES else problem.dtype.name: True,
         "tf32": own["precision"] == "tf32",
         "general": needs_score_math(problem) if general is None else general,
+        "v alone": own.get("grad_v", False) and not own["grad_k"],
         "few rows": problem.seqlen_q <= ROWS_OF_TWO_WARPS
         and problem.cu_seqlens_q is None
         and (in_pages or own.get("split_keys", False)),
