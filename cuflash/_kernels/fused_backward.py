@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 from cuflash._kernels import portable, wgmma
 from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import needs_score_math
+from cuflash._kernels.score_config import needs_score_math, register_pressure
 from cuflash._kernels.tables import Row, smallest
 from cuflash._problem.problem import Problem
 
@@ -24,7 +24,9 @@ ROWS = (
     Row("", (256, 256), (64, 64, 2, False), "D101"),
 )
 WIDEST_ALONE = 128  # padded head size that one thread block holds the results of
-_WIDEST_WITH_BIAS = 96  # the same beside a bias
+_WIDEST_CROWDED = 96  # the same beside a bias that is read where it lies, or two other options
+#: Buffers of a bias in shared memory, as many as fit: by padded head size and bytes of an element.
+_BIAS_STAGES = {(32, 2): 4, (32, 4): 4, (64, 2): 3, (128, 2): 4, (128, 4): 4}
 
 
 class Own(NamedTuple):
@@ -35,6 +37,7 @@ class Own(NamedTuple):
     deterministic: bool  # do tiles add one after the other?
     split_queries: bool = False  # are the queries of a tile dealt out to several thread blocks?
     split_rows: bool = False  # even those of one batch entry?
+    bias_stages: int = 0  # buffers of a bias in shared memory; 0: it is read where it lies
 
 
 class AllGradientsConfig(wgmma.WarpgroupsConfig):
@@ -66,7 +69,7 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
             ),
             (
                 _crowded(problem),
-                "registers do not hold a bias beside results of this head size",
+                "registers do not hold a bias of these strides, or beside that many options",
             ),
         )
         if not reason and pair != (smallest(ROWS, problem)[0] > WIDEST_ALONE):
@@ -75,12 +78,26 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        return (cls(**wgmma.fields(cls, request, ROWS), deterministic=request.deterministic),)
+        fields = wgmma.fields(cls, request, ROWS)
+        fields["bias_stages"] = bias_stages(request.problem)
+        return (cls(**fields, deterministic=request.deterministic),)
+
+
+def bias_stages(problem: Problem) -> int:
+    """Buffers of a bias; none where rows, or the end of keys, lie not at multiples of 16 bytes."""
+    bias = problem.bias
+    if bias is None or bias.strides[-1] != bias.dtype.itemsize or bias.shape[-1] % 8:
+        return 0
+    if any(stride % 16 for stride in bias.strides[:-1]):
+        return 0
+    return _BIAS_STAGES.get((smallest(ROWS, problem)[0], bias.dtype.itemsize), 0)
 
 
 def _crowded(problem: Problem) -> bool:
     """Are there no registers for a bias?"""
-    return problem.bias is not None and smallest(ROWS, problem)[0] > _WIDEST_WITH_BIAS
+    if problem.bias is None or smallest(ROWS, problem)[0] <= _WIDEST_CROWDED:
+        return False
+    return register_pressure(problem) > 1 or not bias_stages(problem)
 
 
 def wins(request: Request, config: KernelConfig) -> bool:

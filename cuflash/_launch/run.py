@@ -290,7 +290,11 @@ def _prepared(
     """
     bits, out_bits = addresses["q"] | addresses["k"] | addresses["v"], addresses["out"] & 15
     bits = (bits if wanted is None else bits | addresses["dout"]) & 15
-    key = (wanted is None, problem, device, override, deterministic, bits, out_bits, *laid_out)
+    bias_bits = addresses.get("bias", 0) & 15
+    key = (
+        wanted is None, problem, device, override, deterministic, bits, out_bits, bias_bits,
+        *laid_out,
+    )  # fmt: skip
     plan = plan_cache.find(key)
     layouts = lay_out() if plan is None else plan.layouts
     if plan is None or functools.reduce(operator.or_, addresses.values()) & 7:
