@@ -100,8 +100,9 @@ struct Defaults {
   static constexpr bool scores_ahead = false;
   // Are k and v of a tile kept as operands in registers?
   static constexpr bool keys_in_registers = false;
-  // Blocks of a bias in shared memory; 0: it is read where it lies.
+  // Blocks of a bias, or of bits of a mask, in shared memory; 0: it is read where it lies.
   static constexpr int bias_stages = 0;
+  static constexpr int mask_stages = 0;
   // Do tiles add to dq one after the other, in a fixed order?
   static constexpr bool deterministic = true;
 

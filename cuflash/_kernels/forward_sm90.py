@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Self
 
 from cuflash._kernels import portable, split_keys, wgmma
-from cuflash._kernels.config import SCORED
+from cuflash._kernels.config import ELEMENT_BYTES, SCORED
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import (
     Floats,
@@ -79,6 +79,10 @@ class Own(NamedTuple):
     overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
     joins: bool = False  # is there a result over other keys, which this one joins?
+    #: Blocks of a bias, or of bits of a mask, in shared memory for each warpgroup; 0: it is read
+    #: where it lies.
+    bias_stages: int = 0
+    mask_stages: int = 0
 
 
 class ForwardSm90Config(wgmma.WarpgroupsConfig):
@@ -106,7 +110,13 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         """Rings of q, k and v in panels of 64 columns, and a KiB of barriers."""
         q_rows, k_rows = self.num_q_stages * self.block_m, self.num_stages * self.block_n
         rings = wgmma.panel_bytes(self, q_rows, self.head_dim)
-        return rings + wgmma.panel_bytes(self, k_rows, self.head_dim, self.head_dim_v) + 1024
+        rings += wgmma.panel_bytes(self, k_rows, self.head_dim, self.head_dim_v)
+        if self.bias_stages:
+            values = int(self.block_m * self.block_n) * ELEMENT_BYTES[self.bias]
+            rings += int(self.bias_stages) * values
+        if self.mask_stages:  # bits of each pair, and the bytes of a block
+            rings += int(self.block_m) * (16 * int(self.mask_stages) + int(self.block_n))
+        return rings + 1024
 
     @classmethod
     def eligible(cls, request: Request) -> str:
