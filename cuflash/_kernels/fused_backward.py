@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Self
 
-from cuflash._kernels import portable, wgmma
+from cuflash._kernels import look_ups, portable, wgmma
 from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import needs_score_math, register_pressure
@@ -68,7 +68,7 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
                 "a pair of thread blocks begins with the first row of the arrays",
             ),
             (
-                _crowded(problem),
+                _crowded(request),
                 "registers do not hold a bias of these strides, or beside that many options",
             ),
         )
@@ -79,25 +79,24 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         fields = wgmma.fields(cls, request, ROWS)
-        fields["bias_stages"] = bias_stages(request.problem)
+        fields["bias_stages"] = bias_stages(request)
         return (cls(**fields, deterministic=request.deterministic),)
 
 
-def bias_stages(problem: Problem) -> int:
-    """Buffers of a bias; none where rows, or the end of keys, lie not at multiples of 16 bytes."""
-    bias = problem.bias
-    if bias is None or bias.strides[-1] != bias.dtype.itemsize or bias.shape[-1] % 8:
+def bias_stages(request: Request) -> int:
+    """Buffers of a bias; none where it is read where it lies."""
+    bias = request.problem.bias
+    if bias is None or not look_ups.bias_comes(request):
         return 0
-    if any(stride % 16 for stride in bias.strides[:-1]):
-        return 0
-    return _BIAS_STAGES.get((smallest(ROWS, problem)[0], bias.dtype.itemsize), 0)
+    return _BIAS_STAGES.get((smallest(ROWS, request.problem)[0], bias.dtype.itemsize), 0)
 
 
-def _crowded(problem: Problem) -> bool:
+def _crowded(request: Request) -> bool:
     """Are there no registers for a bias?"""
+    problem = request.problem
     if problem.bias is None or smallest(ROWS, problem)[0] <= _WIDEST_CROWDED:
         return False
-    return register_pressure(problem) > 1 or not bias_stages(problem)
+    return register_pressure(problem) > 1 or not bias_stages(request)
 
 
 def wins(request: Request, config: KernelConfig) -> bool:

@@ -284,8 +284,6 @@ def map_layouts_of(
     """What the tensor maps of a kernel hold; None where the copy engine cannot, at any address."""
     forward = config.computes == "out"
     operands, tiles, _, grid = _work_of(LaunchStep(config), problem, layouts)
-    if getattr(config, "bias_stages", 0) and addresses["bias"] % tensor_map.ALIGNMENT:
-        return None
     if grid.peeled or (forward and grid.num_owners * tiles > _INDEX_LIMIT):
         return None
     names = tuple(operands)

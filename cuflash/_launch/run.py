@@ -290,9 +290,9 @@ def _prepared(
     """
     bits, out_bits = addresses["q"] | addresses["k"] | addresses["v"], addresses["out"] & 15
     bits = (bits if wanted is None else bits | addresses["dout"]) & 15
-    bias_bits = addresses.get("bias", 0) & 15
+    look_up_bits = (addresses.get("bias", 0) | addresses.get("mask", 0)) & 15
     key = (
-        wanted is None, problem, device, override, deterministic, bits, out_bits, bias_bits,
+        wanted is None, problem, device, override, deterministic, bits, out_bits, look_up_bits,
         *laid_out,
     )  # fmt: skip
     plan = plan_cache.find(key)
@@ -307,6 +307,7 @@ def _prepared(
         lambda call, at, config: maps_of(call, at, config, addresses) is not None,
         address_bits=bits,
         out_bits=0 if wanted is None else (addresses["dout"] | addresses["out"]) & 15,
+        look_up_bits=look_up_bits,
     )
     steps = choose(
         problem, own, access, wanted=wanted, override=override, deterministic=deterministic
