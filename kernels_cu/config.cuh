@@ -133,6 +133,8 @@ struct Defaults {
   static constexpr bool grad_lse = false;
   static constexpr SumsTo sums_to = SumsTo::pairs;
   static constexpr GradOf grad_of = GradOf::bias;
+  static constexpr bool holds_bias = false;         // does each lane keep the bias of its pairs?
+  static constexpr Dtype sums_dtype = Dtype::none;  // in which they are stored; none: that of lse
 
   static constexpr Rotation rotation = Rotation::none;
   static constexpr Dtype positions = Dtype::none;

@@ -151,10 +151,9 @@ def _backward(
             steps += map(LaunchStep, _chosen("dq", call, override.q))
     for name in SUMMED:
         if name in names:
-            sums = score_sums(problem, name, wanted.shapes[name])
-            steps.append(
-                LaunchStep(BackwardScoreConfig.of(request, name, sums.sums_to), name, sums)
-            )
+            sums = score_sums(problem, name, wanted.shapes[name], request.num_sms)
+            config = BackwardScoreConfig.of(request, name, sums.sums_to, sums.dtype)
+            steps.append(LaunchStep(config, name, sums))
     return steps
 
 

@@ -15,15 +15,15 @@ struct ScoreTraits {
 
   // Is visibility looked up pair by pair, whichever the block? What comes through shared memory is
   // there for every pair.
-  static constexpr bool hides_pairs =
-      (Config::mask && !Config::mask_stages) ||
-      (Config::bias != Dtype::none && !Config::key_bias && !Config::bias_stages) ||
-      Config::mask_mod;
+  static constexpr bool hides_pairs = (Config::mask && !Config::mask_stages) ||
+                                      (Config::bias != Dtype::none && !Config::key_bias &&
+                                       !Config::bias_stages && !Config::holds_bias) ||
+                                      Config::mask_mod;
 
   // Can a row see nothing although it lies within the row range of some key? Lengths and windows
   // cannot cause that: they leave an interval of keys to each row.
-  static constexpr bool may_hide_rows =
-      hides_pairs || has_segments || Config::mask_stages || Config::bias_stages;
+  static constexpr bool may_hide_rows = hides_pairs || has_segments || Config::mask_stages ||
+                                        Config::bias_stages || Config::holds_bias;
 
   static constexpr bool is_capped = Config::softcap;
   static constexpr bool has_slopes = Config::alibi_slopes != Dtype::none;
