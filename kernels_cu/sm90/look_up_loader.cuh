@@ -34,22 +34,22 @@ struct LookUpLoader {
   template <typename Memory>
   CUFLASH_DEVICE void bring_values(Memory& smem, const Score& score, const ConsumerRows& rows) {
     constexpr int chunks = BiasValues::row_bytes / 16, lanes = chunks < 32 ? chunks : 32;
+    constexpr int step = 32 / lanes;  // rows that a warp copies at once
     const int lane = lane_index(), chunk = lane % lanes, own_row = lane / lanes;
     const int64_t row_stride = params.score.bias_layout.row;
-    const int first_row = rows.first_row + own_row;
-    const auto* from = score.first_bias() + first_row * row_stride + chunk * BiasValues::per_chunk;
+    const int first_row = rows.first_row + own_row, num_rows = score.seqlen.q - first_row;
+    const auto* first = score.first_bias() + first_row * row_stride + chunk * BiasValues::per_chunk;
 #pragma unroll 1
     for (int block = rows.own.end - 1; block >= rows.own.begin; --block, ring.advance()) {
       const int stage = ring.stage();
-      const int first_key = block * Config::block_n;
-      const bool exists = first_key + chunk * BiasValues::per_chunk < score.seqlen.k;
+      const int key = block * Config::block_n + chunk * BiasValues::per_chunk;
+      const int existing = key < score.seqlen.k ? num_rows : 0;
       const uint32_t to = ptx::shared_address(smem.look_ups.block[warpgroup][stage].rows);
+      const auto* from = first + block * Config::block_n;
       wait(smem.look_ups.empty[warpgroup][stage], ring.empty_parity());
 #pragma unroll 4
-      for (int row = 0; row < 64; row += 32 / lanes) {
-        ptx::cp_async<16>(to + BiasValues::place(own_row + row, chunk),
-                          from + row * row_stride + first_key,
-                          exists && first_row + row < score.seqlen.q);
+      for (int row = 0; row < 64; row += step, from += step * row_stride) {
+        ptx::cp_async<16>(to + BiasValues::place(own_row + row, chunk), from, row < existing);
       }
       ptx::mbarrier_arrive_after_copies(ptx::shared_address(&smem.look_ups.full[warpgroup][stage]));
       __syncwarp();  // no lane may be left two phases behind in a wait
