@@ -21,6 +21,7 @@ from cuflash._kernels.tables import Row
 #: Of each row block_m, block_n, num_stages, num_q_stages, overlap_quarters.
 ROWS = (
     Row("", (64, 64), (192, 128, 4, 2, 0), "D100"),
+    Row("", (80, 80), (128, 128, 2, 2, 4)),
     Row("", (96, 96), (128, 128, 2, 2, 4), "D17"),
     Row("", (128, 128), (128, 128, 2, 2, 4), "D96"),
     Row("", (192, 128), (128, 128, 2, 1, 2)),
@@ -39,6 +40,7 @@ ROWS = (
     # Score math: look-ups branch, which nothing may do while products are in flight, and all of
     # these options take registers.
     Row("score math", (64, 64), (128, 128, 4, 2, 0)),
+    Row("score math", (80, 80), (128, 128, 2, 2, 0)),
     Row("score math", (96, 96), (128, 128, 2, 2, 0)),
     Row("score math", (128, 128), (128, 128, 2, 2, 0)),
     Row("score math", (192, 128), (128, 128, 2, 1, 0)),
@@ -59,6 +61,7 @@ ROWS = (
     # Each value of a bias waits in a register for the product that it is added to: the widest
     # blocks that spill nothing by NVRTC 12.9 and 13.5.
     Row("bias", (64, 64), (128, 96, 4, 2, 0)),
+    Row("bias", (80, 80), (128, 96, 2, 2, 0)),
     Row("bias", (96, 96), (128, 96, 2, 2, 0)),
     Row("bias", (128, 128), (128, 96, 2, 2, 0), "D10"),
     Row("bias", (192, 128), (128, 96, 2, 1, 0)),
@@ -67,9 +70,11 @@ ROWS = (
     # A bias, or a mask alone, that comes through shared memory: registers are left, and a full block
     # keeps its reference. Buffers of a bias take the room of a second q at 128 columns.
     Row("bias tiles", (64, 64), (128, 128, 4, 2, 1)),
+    Row("bias tiles", (80, 80), (128, 128, 2, 1, 4)),
     Row("bias tiles", (96, 96), (128, 128, 2, 1, 4)),
     Row("bias tiles", (128, 128), (128, 128, 2, 1, 4)),
     Row("mask bits", (64, 64), (128, 128, 4, 2, 1)),
+    Row("mask bits", (80, 80), (128, 128, 2, 2, 4)),
     Row("mask bits", (96, 96), (128, 128, 2, 2, 4)),
     Row("mask bits", (128, 128), (128, 128, 2, 2, 4)),
     # Segments, whose ids are looked up for each key, or a left bound with packing or a bias.
