@@ -67,8 +67,8 @@ ROWS = (
     Row("bias", (192, 128), (128, 96, 2, 1, 0)),
     Row("bias", (192, 192), (128, 64, 2, 1, 0)),
     Row("bias", (256, 256), (128, 48, 2, 1, 0)),
-    # A bias, or a mask alone, that comes through shared memory: registers are left, and a full block
-    # keeps its reference. Buffers of a bias take the room of a second q at 128 columns.
+    # A bias, or a mask alone, that comes through shared memory: registers are left, and a full
+    # block keeps its reference. Buffers of a bias take the room of a second q at 128 columns.
     Row("bias tiles", (64, 64), (128, 128, 4, 2, 1)),
     Row("bias tiles", (80, 80), (128, 128, 2, 1, 4)),
     Row("bias tiles", (96, 96), (128, 128, 2, 1, 4)),

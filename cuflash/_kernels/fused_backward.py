@@ -9,7 +9,6 @@ from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import needs_score_math, register_pressure
 from cuflash._kernels.tables import Row, smallest
-from cuflash._problem.problem import Problem
 
 #: The fastest of benchmarks/sweeps on an H100 SXM; up to 128 of backward_sm90, else of
 #: backward_pair_sm90.

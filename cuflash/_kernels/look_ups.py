@@ -1,4 +1,4 @@
-"""Can a mask or a bias come through shared memory? Hopper's kernels of 16 bits bring it by 16 bytes."""
+"""Can a mask or a bias come through shared memory? Hopper's kernels bring it by 16 bytes."""
 
 from __future__ import annotations
 

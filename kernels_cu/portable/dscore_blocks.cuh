@@ -81,7 +81,8 @@ struct Work {
 // The bias of this thread block's pairs, where all entries of the owner share it: sums are of what
 // is broadcast along them. Absent where it is read pair by pair.
 constexpr bool holds_bias = Config::holds_bias;
-static_assert(!holds_bias || (Config::grad_of == GradOf::bias && !packed && packs_operands));
+static_assert(!holds_bias || (Config::grad_of == GradOf::bias && !packed && packs_operands),
+              "one matrix for all entries, and registers beside operands of 16 bits");
 struct HeldBias {
   Score::BiasOf<holds_bias ? tiles : 1> of_row[slices][2];
 

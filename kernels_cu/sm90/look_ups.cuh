@@ -97,8 +97,8 @@ CUFLASH_DEVICE void add_bias(float (&s_acc)[1][tiles][4], const BiasValues& bias
       ptx::ldmatrix_x4(pairs, (at ^ (2 * j % 8 << 4)) + 2 * j / 8 * 128);
       unrolled<4>([&](int m) {
         float (&s)[4] = s_acc[0][2 * j + m / 2];
-        join(s[m % 2 * 2], to_real<Config::bias>(static_cast<uint16_t>(pairs[m])));
-        join(s[m % 2 * 2 + 1], to_real<Config::bias>(static_cast<uint16_t>(pairs[m] >> 16)));
+        join(s[m % 2 * 2], Score::real_bias(static_cast<uint16_t>(pairs[m])));
+        join(s[m % 2 * 2 + 1], Score::real_bias(static_cast<uint16_t>(pairs[m] >> 16)));
       });
     });
   } else {

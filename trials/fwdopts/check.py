@@ -111,11 +111,11 @@ def run(name: str) -> tuple[str, str, float]:
 
 def _run(what: str, d: int, kind: Any, dtype: Any, extra: dict[str, Any]) -> str:
     import cupy
-    from support import problems
 
     import cuflash
     from cuflash._launch import plan
     from cuflash.testing._budget import Budget
+    from support import problems
 
     launched: list[Any] = []
     compile_kernel = plan.compile_kernel
