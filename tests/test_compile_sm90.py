@@ -239,7 +239,8 @@ def test_every_row_of_the_gradient(generation: int, pytestconfig: pytest.Config)
         rows = rows_of(HEAD_SIZES, GRADIENT_OPTIONS, name, whole=whole)
         case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED}
         chosen = {c for d in rows for c in gradient_configs({**case, "head_dims": d})}
-        assert {(c.head_dim, c.head_dim_v) for c in chosen} == set(rows), name
+        padded = {(96, 96) if d == (80, 80) else d for d in rows}  # only the forward has 80 columns
+        assert {(c.head_dim, c.head_dim_v) for c in chosen} == padded, name
         configs |= chosen
     compile_all(configs, generation)
 

@@ -73,17 +73,17 @@ ROWS = (
     Row("bias tiles", (80, 80), (128, 128, 2, 1, 4)),
     Row("bias tiles", (96, 96), (128, 128, 2, 1, 4)),
     Row("bias tiles", (128, 128), (128, 128, 2, 1, 4)),
-    Row("mask bits", (64, 64), (128, 128, 4, 2, 1)),
-    Row("mask bits", (80, 80), (128, 128, 2, 2, 4)),
-    Row("mask bits", (96, 96), (128, 128, 2, 2, 4)),
-    Row("mask bits", (128, 128), (128, 128, 2, 2, 4)),
+    Row("mask tiles", (64, 64), (128, 128, 4, 2, 1)),
+    Row("mask tiles", (80, 80), (128, 128, 2, 2, 4)),
+    Row("mask tiles", (96, 96), (128, 128, 2, 2, 4)),
+    Row("mask tiles", (128, 128), (128, 128, 2, 2, 4)),
     # Segments, whose ids are looked up for each key, or a left bound with packing or a bias.
     Row("crowded, packed", (128, 128), (128, 64, 2, 2, 0)),
     Row("crowded", (192, 128), (128, 64, 2, 1, 0)),
     Row("crowded", (192, 192), (128, 48, 2, 1, 0)),
 )
 WIDEST_LOOK_UP = 128  # head size beside which shared memory has room for a mask or a bias
-_MASK_STAGES = 4
+_MASK_STAGES = 2
 _BIAS_BYTES = 4  # of a buffer's value times buffers
 _NARROW = 4096  # keys that one query sees
 _GAIN_OF_192_ROWS = 1.15
@@ -96,8 +96,8 @@ class Own(NamedTuple):
     overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
     joins: bool = False  # is there a result over other keys, which this one joins?
-    #: Blocks of a bias, or of bits of a mask, in shared memory for each warpgroup; 0: it is read
-    #: where it lies.
+    #: Blocks of a bias, or of a mask, in shared memory for each warpgroup; 0: it is read where it
+    #: lies.
     bias_stages: int = 0
     mask_stages: int = 0
 
@@ -120,7 +120,9 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         if self.overlap_quarters not in range(5):
             raise ValueError(f"{self.overlap_quarters=} must be from 0 to 4")
         if (self.bias_stages or self.mask_stages) and (
-            self.block_m != 128 or self.block_n % 64 or max(self.head_dim, self.head_dim_v) > 128
+            self.block_m != 128
+            or self.block_n % (128 if self.mask_stages else 64)
+            or max(self.head_dim, self.head_dim_v) > 128
         ):
             raise ValueError(f"{self.bias_stages=} and {self.mask_stages=} take tiles of 128 rows")
         if self.num_q_stages == 2 and self.head_dim_v > self.head_dim:
@@ -132,11 +134,10 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         q_rows, k_rows = self.num_q_stages * self.block_m, self.num_stages * self.block_n
         rings = wgmma.panel_bytes(self, q_rows, self.head_dim)
         rings += wgmma.panel_bytes(self, k_rows, self.head_dim, self.head_dim_v)
+        pairs = int(self.block_m * self.block_n)
+        rings += pairs * int(self.mask_stages)
         if self.bias_stages:
-            values = int(self.block_m * self.block_n) * ELEMENT_BYTES[self.bias]
-            rings += int(self.bias_stages) * values
-        if self.mask_stages:  # bits of each pair, and the bytes of a block
-            rings += int(self.block_m) * (16 * int(self.mask_stages) + int(self.block_n))
+            rings += pairs * int(self.bias_stages) * ELEMENT_BYTES[self.bias]
         return rings + 1024
 
     @classmethod
@@ -231,7 +232,7 @@ def _holding(request: Request) -> dict[str, bool]:
         "left bound": sliding,
         "bias": biased,
         "bias tiles": "bias_stages" in stages,
-        "mask bits": "mask_stages" in stages,
+        "mask tiles": "mask_stages" in stages,
         "crowded": problem.segment_ids_q is not None
         or (needs_score_math(problem) and sliding and (packed or biased)),
     }

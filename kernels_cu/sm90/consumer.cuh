@@ -315,20 +315,15 @@ struct Consumer {
   template <Edge edge, int tiles>
   CUFLASH_DEVICE void look_up(float (&s_acc)[1][tiles][4], const Score& score, int first_row,
                               int first_key) {
-    ColumnBits shown[2];
-    apply_look_up(s_acc, shown, smem.look_ups, warpgroup, look_up_ring, score);
+    apply_look_up(s_acc, smem.look_ups, warpgroup, look_up_ring, score);
     if constexpr (edge != Edge::none) {
       const LaneIndices lane(first_row, first_key);
       unrolled<2>([&](int half) {
-        const Range keys = score.kv_range_from(lane.key, lane.row + 8 * half);
-        shown[half].bits &= ColumnBits::within(keys).bits;
-      });
-    }
-    if constexpr (loads_mask || edge != Edge::none) {
-      unrolled<2, tiles>([&](int half, int t) {
-        unrolled<2>([&](int i) {
+        const ColumnBits seen =
+            ColumnBits::within(score.kv_range_from(lane.key, lane.row + 8 * half));
+        unrolled<tiles, 2>([&](int t, int i) {
           float& value = s_acc[0][t][2 * half + i];
-          value = shown[half].contains(t, i) ? value : -infinity();
+          value = seen.contains(t, i) ? value : -infinity();
         });
       });
     }

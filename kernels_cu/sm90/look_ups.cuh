@@ -1,11 +1,10 @@
 // What a mask or a bias holds for 64 rows and a block of keys, on its way through shared memory:
-// warp 2 of forward_sm90.cu brings it for the first warpgroup that computes, warp 3 for the second
-// (sm90/look_up_loader.cuh). Of a mask they bring a bit for each pair, in the order in which lanes
-// hold scores; of a bias its values.
+// warp 2 of forward_sm90.cu copies it for the first warpgroup that computes, warp 3 for the second
+// (sm90/look_up_loader.cuh).
 //
 //   barrier      arrivals a phase   what the end of a phase says
-//   full         1 or 32 (lanes)    bits of a block, or values, are there
-//   empty        4 (warps)          every warp of the warpgroup has read them: bring the next
+//   full         32 (lanes)         copies of a block are there
+//   empty        4 (warps)          every warp of the warpgroup has read them: copy the next
 #pragma once
 
 #include "schedule/pipeline.cuh"
@@ -22,31 +21,18 @@ constexpr int look_up_stages = loads_mask   ? Config::mask_stages
 static_assert(!looks_up || Config::block_m == 128, "a warp for each of two warpgroups");
 static_assert(!(loads_mask && loads_bias), "one of the two");
 
-// Bytes of a mask as copies bring them, 16 rows at a time.
-struct MaskBytes {
-  static constexpr int rows = 16, parts = 64 / rows, ahead = parts - 1;
-  static constexpr int row_chunks = Config::block_n / 16;
-
-  uint4 of_part[parts][rows][row_chunks];
-};
-
-struct NoMaskBytes {};
-
-struct MaskBits {
-  uint32_t of_lane[64][4];  // of a row, for each lane of the quad that holds it
-};
-
-// Chunks of 16 bytes are turned within 128 bytes, so that those which the lanes of a warp read at
-// once lie in different banks: of 16 bits one chunk of eight rows, of float32 two of four rows.
-struct BiasValues {
-  using Value = Score::BiasValue;
+// Rows of a mask, a byte for each pair, or of a bias. Chunks of 16 bytes are turned within 128
+// bytes, so that those which the lanes of a warp read at once lie in different banks: of a mask and
+// of 16 bits one chunk of eight rows, of float32 two of four rows.
+struct LookedUp {
+  using Value = If<loads_mask, uint8_t, Score::BiasValue>;
   static constexpr int per_chunk = 16 / sizeof(Value);
   static constexpr int row_bytes = Config::block_n * sizeof(Value);
-  static_assert(!loads_bias || (row_bytes % 128 == 0 && sizeof(Value) <= 4), "whole 128 bytes");
+  static_assert(!looks_up || (row_bytes % 128 == 0 && sizeof(Value) <= 4), "whole 128 bytes");
 
   alignas(128) unsigned char rows[64][row_bytes];
 
-  CUFLASH_DEVICE static int turn(int row) { return sizeof(Value) == 2 ? row % 8 : row % 4 * 2; }
+  CUFLASH_DEVICE static int turn(int row) { return sizeof(Value) < 4 ? row % 8 : row % 4 * 2; }
   CUFLASH_DEVICE static int place(int row, int chunk) {
     return row * row_bytes + ((chunk ^ turn(row)) << 4);
   }
@@ -54,15 +40,13 @@ struct BiasValues {
 
 template <bool are_there>
 struct LookUps {
-  using Block = If<loads_mask, MaskBits, BiasValues>;
-
-  Block block[2][look_up_stages];  // of each warpgroup
+  LookedUp block[2][look_up_stages];  // of each warpgroup
   uint64_t full[2][look_up_stages], empty[2][look_up_stages];
 
   CUFLASH_DEVICE void init_barriers() {
     for (int w = 0; w < 2; ++w) {
       for (int i = 0; i < look_up_stages; ++i) {
-        init(full[w][i], loads_mask ? 1 : 32);
+        init(full[w][i], 32);
         init(empty[w][i], 4 * reader_arrivals);
       }
     }
@@ -73,25 +57,32 @@ struct LookUps<false> {
   CUFLASH_DEVICE void init_barriers() {}
 };
 
-// Which pairs of a lane a mask shows.
-CUFLASH_DEVICE void read_bits(ColumnBits (&shown)[2], const MaskBits& bits) {
-  const int lane = ptx::thread_index() % 32;
-  const int row = 16 * (ptx::thread_index() / 32 % 4) + lane / 4;
-  shown[0].bits = bits.of_lane[row][lane % 4];
-  shown[1].bits = bits.of_lane[row + 8][lane % 4];
+// Raw products of a lane whose pairs a mask hides become -inf.
+template <int tiles>
+CUFLASH_DEVICE void hide(float (&s_acc)[1][tiles][4], const LookedUp& mask) {
+  const int thread = ptx::thread_index(), lane = thread % 32;
+  const int row = 16 * (thread / 32 % 4) + lane / 4;
+  const uint32_t at = ptx::shared_address(mask.rows) + LookedUp::place(row, 0) + lane % 4 * 2;
+  unrolled<tiles, 2>([&](int t, int half) {
+    const uint32_t from = (at ^ (t / 2 % 8 << 4)) + t / 16 * 128 + t % 2 * 8;
+    const uint32_t pair = ptx::load_shared_16(from + half * 8 * LookedUp::row_bytes);
+    float (&s)[4] = s_acc[0][t];
+    s[2 * half] = pair & 0xff ? s[2 * half] : -infinity();
+    s[2 * half + 1] = pair & 0xff00 ? s[2 * half + 1] : -infinity();
+  });
 }
 
 // Raw products of a lane become logits with a bias.
 template <int tiles>
-CUFLASH_DEVICE void add_bias(float (&s_acc)[1][tiles][4], const BiasValues& bias,
+CUFLASH_DEVICE void add_bias(float (&s_acc)[1][tiles][4], const LookedUp& bias,
                              const Score& score) {
-  constexpr bool halves = sizeof(BiasValues::Value) == 2;
+  constexpr bool halves = sizeof(LookedUp::Value) == 2;
   const int thread = ptx::thread_index(), lane = thread % 32;
   const int slice = 16 * (thread / 32 % 4);
   const uint32_t first = ptx::shared_address(bias.rows);
   const auto join = [&](float& product, float value) { product = score.with_bias(product, value); };
   if constexpr (halves) {  // four 8x8 matrices are two tiles of an accumulator
-    const uint32_t at = first + BiasValues::place(slice + lane % 16, lane / 16);
+    const uint32_t at = first + LookedUp::place(slice + lane % 16, lane / 16);
     unrolled<tiles / 2>([&](int j) {
       uint32_t pairs[4];
       ptx::ldmatrix_x4(pairs, (at ^ (2 * j % 8 << 4)) + 2 * j / 8 * 128);
@@ -103,25 +94,24 @@ CUFLASH_DEVICE void add_bias(float (&s_acc)[1][tiles][4], const BiasValues& bias
     });
   } else {
     const int row = slice + lane / 4;
-    const uint32_t at = first + BiasValues::place(row, lane % 4 / 2) + lane % 2 * 8;
+    const uint32_t at = first + LookedUp::place(row, lane % 4 / 2) + lane % 2 * 8;
     unrolled<tiles, 2>([&](int t, int half) {
       const uint32_t from = (at ^ (2 * t % 8 << 4)) + 2 * t / 8 * 128;
-      const float2 pair = ptx::load_shared_pair(from + half * 8 * BiasValues::row_bytes);
+      const float2 pair = ptx::load_shared_pair(from + half * 8 * LookedUp::row_bytes);
       join(s_acc[0][t][2 * half], pair.x);
       join(s_acc[0][t][2 * half + 1], pair.y);
     });
   }
 }
 
-// What comes for the next block of a warpgroup: which pairs it shows, or logits.
+// What comes for the next block of a warpgroup: a mask hides products, a bias makes them logits.
 template <typename Memory, int tiles>
-CUFLASH_DEVICE void apply_look_up(float (&s_acc)[1][tiles][4], ColumnBits (&shown)[2],
-                                  Memory& memory, int warpgroup, Ring<look_up_stages>& ring,
-                                  const Score& score) {
+CUFLASH_DEVICE void apply_look_up(float (&s_acc)[1][tiles][4], Memory& memory, int warpgroup,
+                                  Ring<look_up_stages>& ring, const Score& score) {
   const int stage = ring.stage();
   wait(memory.full[warpgroup][stage], ring.full_parity());
   if constexpr (loads_mask) {
-    read_bits(shown, memory.block[warpgroup][stage]);
+    hide(s_acc, memory.block[warpgroup][stage]);
   } else {
     add_bias(s_acc, memory.block[warpgroup][stage], score);
   }

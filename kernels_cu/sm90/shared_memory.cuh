@@ -81,7 +81,6 @@ struct SharedMemory {
   VTile v[Config::num_stages];
   RowsOfV<is_fp8> rows;
   LookUps<looks_up> look_ups;
-  If<loads_mask, MaskBytes[2], NoMaskBytes> mask_bytes;
   uint64_t q_full[Config::num_q_stages], q_empty[Config::num_q_stages];
   uint64_t k_full[Config::num_stages], k_empty[Config::num_stages];
   uint64_t v_full[Config::num_stages], v_empty[Config::num_stages];

@@ -68,7 +68,6 @@ OFF: dict[str, tuple[Callable[[], list[Any]], ...]] = {
     "old": (_off_forward, _off_one_pass, _off_sums),
     "new one pass": (_off_forward, _off_sums),
     "new sums": (_off_forward, _off_one_pass),
-    "8 stages": (lambda: [mock.patch.object(forward_sm90, "_MASK_STAGES", 8)],),
     "2 of q": (lambda: [mock.patch.object(forward_sm90, "_BIAS_BYTES", 2)],),
     "one part": (
         lambda: [
@@ -115,7 +114,6 @@ class Row(NamedTuple):
 MASK_TILES = (
     ("no overlap", {"overlap_quarters": 0}),
     ("overlap 2", {"overlap_quarters": 2}),
-    ("8 stages", {}),
 )
 BIAS_TILES = (
     ("overlap 2", {"overlap_quarters": 2}),
