@@ -115,6 +115,7 @@ MASK_TILES = (
     ("no overlap", {"overlap_quarters": 0}),
     ("overlap 2", {"overlap_quarters": 2}),
 )
+WIDTH_TILES = (("overlap 2", {"overlap_quarters": 2}),)
 BIAS_TILES = (
     ("overlap 2", {"overlap_quarters": 2}),
     ("2 of q", {"num_q_stages": 2}),
@@ -129,7 +130,7 @@ def all_rows() -> Iterator[Row]:
 
     def forward(group: str, shape: Any, d: int, tiles: bool) -> Iterator[Row]:
         def of(own: Any) -> Any:
-            return own if tiles else ()
+            return own if tiles else F32_TILES
 
         yield Row(
             group, f"mask, d {d}", shape, "mask", (whole, BOOL, "random"), (), (), of(MASK_TILES)
@@ -195,7 +196,13 @@ def all_rows() -> Iterator[Row]:
     for own, m in ((72, 4096), (80, 4096), (72, 1024), (80, 16384)):
         for causal in (False, True):
             word = " causal" if causal else ""
-            yield Row("width", f"d {own}, {m}{word}", (16384 // m, 16, m, own), causal=causal)
+            yield Row(
+                "width",
+                f"d {own}, {m}{word}",
+                (16384 // m, 16, m, own),
+                tiles=WIDTH_TILES,
+                causal=causal,
+            )
     yield from forward("narrow", (1, 32, n, 64), 64, False)
 
 
