@@ -319,8 +319,6 @@ struct Multiplier {
 struct Consumer : DkvWarpgroup<64> {
   // Do registers hold dp beside p and the operand p of dv?
   static constexpr bool dp_beside_p = Config::head_dim + Config::head_dim_v <= 192;
-  // Beside a bias of 128 columns two copies of what a block takes leave too few registers.
-  static constexpr bool asks_always = loads_bias && Config::head_dim == 128;
   static constexpr int first_turn = 1;  // the first of as many named barriers as warpgroups
   Ring<BiasTiles::stages> bias_ring;
 
@@ -408,7 +406,8 @@ struct Consumer : DkvWarpgroup<64> {
         to_kept_operand(s_acc, kept);
       } else {
         auto bias = bias_at(shared().bias, score, {first_row + first, first_key});
-        if (Score::hides_pairs || asks_always || warp_agrees(masked)) {
+        // Beside buffers of a bias two copies of what a block takes leave too few registers.
+        if (Score::hides_pairs || loads_bias || warp_agrees(masked)) {
           compute_p_and_weights<true>(s_acc, kept, score, bias, first_row, first_key, first);
         } else {
           compute_p_and_weights<false>(s_acc, kept, score, bias, first_row, first_key, first);

@@ -24,8 +24,7 @@ ROWS = (
 )
 WIDEST_ALONE = 128  # padded head size that one thread block holds the results of
 _WIDEST_CROWDED = 96  # the same beside a bias that is read where it lies, or two other options
-#: Buffers of a bias in shared memory, as many as fit: by padded head size and bytes of an element.
-_BIAS_STAGES = {(32, 2): 4, (32, 4): 4, (64, 2): 3, (128, 2): 4, (128, 4): 4}
+_BIAS_STAGES = 4  # as many as fit
 
 
 class Own(NamedTuple):
@@ -83,11 +82,10 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
 
 
 def bias_stages(request: Request) -> int:
-    """Buffers of a bias; none where it is read where it lies."""
+    """Buffers of a bias, of 16 bits beside 128 columns; none where it is read where it lies."""
     bias = request.problem.bias
-    if bias is None or not look_ups.bias_comes(request):
-        return 0
-    return _BIAS_STAGES.get((smallest(ROWS, request.problem)[0], bias.dtype.itemsize), 0)
+    comes = bias is not None and bias.dtype.itemsize == 2 and look_ups.bias_comes(request)
+    return _BIAS_STAGES if comes and smallest(ROWS, request.problem)[0] == WIDEST_ALONE else 0
 
 
 def _crowded(request: Request) -> bool:

@@ -1,5 +1,5 @@
-// A bias on its way to the warpgroups of backward_sm90.cu: a warp brings blocks of rows of queries
-// by a tile's keys to shared memory, and a lane reads the pairs that it holds.
+// A bias of 16 bits on its way to the warpgroups of backward_sm90.cu: a warp brings blocks of rows
+// of queries by a tile's keys to shared memory, and a lane reads the pairs that it holds.
 //
 //   barrier      arrivals a phase   what the end of a phase says
 //   full         32 + bytes         a block is there
@@ -12,11 +12,11 @@ namespace cuflash {
 
 constexpr bool loads_bias = Config::bias_stages > 0;
 
-// Blocks of 8 KiB.
 struct BiasTiles {
   using Value = Score::BiasValue;
   static constexpr int stages = loads_bias ? Config::bias_stages : 4;
-  static constexpr int rows = 8192 / (Config::block_n * sizeof(Value));
+  static constexpr int rows = 32;  // a lane brings one
+  static_assert(!loads_bias || sizeof(Value) == 2, "rows are turned for values of 16 bits");
   static_assert(64 / rows <= stages, "a warpgroup may be 64 rows ahead of the other");
 
   alignas(128) Value value[stages][rows][Config::block_n];
@@ -40,10 +40,8 @@ struct NoBiasTiles {
   CUFLASH_DEVICE void init_barriers() {}
 };
 
-// A lane brings a row, or a half.
 struct BiasLoader {
   using Value = BiasTiles::Value;
-  static constexpr int lanes = 32 / BiasTiles::rows, keys = Config::block_n / lanes;
 
   BiasTiles& smem;
   Ring<BiasTiles::stages> ring;
@@ -52,9 +50,8 @@ struct BiasLoader {
 
   // The keys of a tile and an entry.
   CUFLASH_DEVICE void start(const Score& score, int first_key) {
-    const int key = first_key + ptx::thread_index() % lanes * keys;
-    from = score.first_bias() + row() * score.params.bias_layout.row + key;
-    count = min(max((score.seqlen.k - key + 7) / 8 * 8, 0), keys);
+    from = score.first_bias() + row() * score.params.bias_layout.row + first_key;
+    count = min(max((score.seqlen.k - first_key + 7) / 8 * 8, 0), Config::block_n);
   }
 
   // The values of a block of queries; past the last row or key none is read.
@@ -68,10 +65,10 @@ struct BiasLoader {
   }
 
  private:
-  CUFLASH_DEVICE static int row() { return ptx::thread_index() % 32 / lanes; }
+  CUFLASH_DEVICE static int row() { return ptx::thread_index() % 32; }
 
   CUFLASH_DEVICE void load_row(const Value* values, int existing) const {
-    const int place = BiasTiles::column(row(), ptx::thread_index() % lanes * keys);
+    const int place = BiasTiles::column(row(), 0);
     const uint32_t to = ptx::shared_address(smem.value[ring.stage()][row()]);
     const uint32_t full = ptx::shared_address(&smem.full[ring.stage()]);
     ptx::mbarrier_arrive_expect(full, existing * sizeof(Value));
