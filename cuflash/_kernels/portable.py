@@ -112,6 +112,7 @@ def candidates(
         "half" if problem.dtype in HALVES else problem.dtype.name: True,
         "tf32": own["precision"] == "tf32",
         "general": needs_score_math(problem) if general is None else general,
+        "v alone": own.get("grad_v", False) and not own["grad_k"],
         "few paged rows": problem.pages is not None
         and problem.seqlen_q <= FEW_PAGED_ROWS
         and not own.get("split_keys"),
