@@ -36,7 +36,7 @@ ROWS = (
 )
 
 
-WIDEST_AHEAD = 64  # head size with room for the operands of a second entry
+WIDEST_AHEAD = 64  # head size with room for the operands of a second entry (D204)
 
 
 class Own(NamedTuple):

@@ -24,7 +24,7 @@ ROWS = (
 )
 WIDEST_ALONE = 128  # padded head size that one thread block holds the results of
 _WIDEST_CROWDED = 96  # the same beside a bias that is read where it lies, or two other options
-_BIAS_STAGES = 4  # as many as fit
+_BIAS_STAGES = 4  # as many as fit (D190)
 
 
 class Own(NamedTuple):
