@@ -69,3 +69,22 @@ def test_every_kernel(generation: int, pytestconfig: pytest.Config) -> None:
         for d, precision in tiles_of(name, generation, whole=whole):
             configs |= set(configs_of({**case, "head_dims": d}, precision))
     compile_all(configs, generation)
+
+
+@pytest.mark.gate
+@pytest.mark.nvrtc
+def test_parts_of_keys(generation: int) -> None:
+    """Every second one compiled by each NVRTC; options of scores leave wide ones to others."""
+    found = []
+    for name, given in OPTIONS.items():
+        for head_dims, precision in TILES:
+            case = {**PLAIN, **given, "dtype": np.float32, "out_dtype": None}
+            problem = problem_of({**case, "head_dims": head_dims})
+            if problem.cu_seqlens_q is None:
+                many = replace(problem, precision=precision, seqlen_q=100, seqlen_k=4096)
+                found.append((name, head_dims, chosen.one("forward_tf32_sm90", many)))
+    refused = {name for name, head_dims, config in found if config is None and head_dims[0] > 64}
+    assert refused == set(list(OPTIONS)[5:9])
+    configs = [config for *_, config in found if config is not None]
+    assert all(config.split_keys and config.overlaps for config in configs)
+    compile_all(configs[generation % 2 :: 2], generation)

@@ -7,7 +7,7 @@ from typing import Self
 from cuflash._kernels import portable, split_keys, tf32_sm90, wgmma
 from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import dtype_of
+from cuflash._kernels.score_config import dtype_of, register_pressure
 
 
 class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
@@ -35,9 +35,17 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
     @classmethod
     def eligible(cls, request: Request) -> str:
         problem = request.problem
-        wide_segments = problem.segment_ids_q is not None and wgmma.widest(problem) > 64
+        wide = wgmma.widest(problem) > 64
+        of_scores = register_pressure(problem) > 0 or problem.bias is not None
         return tf32_sm90.against(request) or wgmma.first_reason(
-            (wide_segments, "segment ids of 64 keys spill beside 128 columns of out"),
+            (
+                wide and problem.segment_ids_q is not None,
+                "segment ids of 64 keys spill beside 128 columns of out",
+            ),
+            (
+                wide and of_scores and split_keys.wanted(request),
+                "options of scores spill beside 128 columns of out and parts of the keys",
+            ),
             (
                 problem.num_queries is not None,
                 "queries of several heads leave its tiles half empty",
