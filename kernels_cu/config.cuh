@@ -128,6 +128,8 @@ struct Defaults {
   static constexpr bool grad_k = true;
   static constexpr bool grad_v = true;
   static constexpr bool grad_lse = false;
+  static constexpr bool rotates = false;  // is x multiplied by a random rotation?
+  static constexpr bool writes = false;   // does this pass quantise, after the first found scales?
   static constexpr SumsTo sums_to = SumsTo::pairs;
   static constexpr GradOf grad_of = GradOf::bias;
 

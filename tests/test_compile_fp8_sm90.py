@@ -17,6 +17,7 @@ from test_compile_sm90 import OPTIONS, SERVED, by_turns, compile_all, rows_of
 from cuflash import Options
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.forward_fp8_sm90 import CUT_OFF, ROWS, ForwardFp8Sm90Config
+from cuflash._kernels.quantize import WIDTHS, QuantizeConfig
 from cuflash._kernels.request import Request
 from cuflash._problem.float8 import E4M3
 
@@ -49,3 +50,21 @@ def test_every_row_of_the_table(
                 assert (config.head_dim, config.head_dim_v) == head_dims
                 configs.add(config)
     compile_all(configs, generation)
+
+
+@pytest.mark.gate
+@pytest.mark.nvrtc
+def test_quantising(generation: int) -> None:
+    """One width for each dtype: a rotation takes most registers."""
+    dtypes = ("float16", "bfloat16", "float32", "float32")
+    compile_all(
+        {
+            QuantizeConfig(
+                dtype=dtype, out_dtype=("float8_e4m3fn", "float8_e5m2")[writes],
+                head_dim=width, rotates=True, writes=writes,
+            )
+            for dtype, width in zip(dtypes, WIDTHS, strict=True)
+            for writes in (False, True)
+        },
+        generation,
+    )  # fmt: skip
