@@ -94,8 +94,6 @@ struct Defaults {
   static constexpr bool split_rows = false;  // even those of one batch entry?
   // Quarters of the exponentials that run before p v of the block before has to be done; 0: none.
   static constexpr int overlap_quarters = 2;
-  // Are products of e4m3 with v summed in registers block by block, not in tensor cores alone?
-  static constexpr bool promotes = false;
   // Are scores of the next block multiplied while ds of this one is computed?
   static constexpr bool scores_ahead = false;
   // Are k and v of a tile kept as operands in registers?
