@@ -85,6 +85,8 @@ struct Defaults {
   static constexpr int num_q_stages = 2;  // buffers of q
   // Are the keys of a tile dealt out to several thread blocks, to be combined after them?
   static constexpr bool split_keys = false;
+  // Does the kernel that combines start while this one runs, and wait for it by itself?
+  static constexpr bool overlaps = false;
   // Is there a result over other keys, so_far and lse, which this one joins?
   static constexpr bool joins = false;
   // Do keys and values lie in pages, which a table puts in order?
@@ -103,6 +105,7 @@ struct Defaults {
 
   static constexpr bool window_left = false;  // is that side bounded?
   static constexpr bool window_right = false;
+  static constexpr bool heads_in_rows = false;  // does a row stand for a head and a query?
   static constexpr bool scale_in_exponent = true;
   static constexpr bool softcap = false;
   static constexpr Dtype bias = Dtype::none;

@@ -8,6 +8,8 @@
 //     out = sum o_w,  lse = m + log l                          through shared memory
 //
 // A part with lse = -inf has seen nothing, and its out is not read. The order of all sums is fixed.
+// On sm_90 and later the kernel is launched while the parts are computed, and waits for them.
+#include "ptx/dependents.cuh"
 #include "tile/store.cuh"
 
 namespace cuflash {
@@ -52,6 +54,7 @@ CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
   const Real* lse = params.lse_parts + entry * params.lse_parts_layout.batch + row * parts;
   const Real* out = params.out_parts + entry * params.out_parts_layout.batch +
                     static_cast<int64_t>(row) * parts * width;
+  if constexpr (Config::overlaps) ptx::wait_for_kernel_before();
   const Sums sums(lse, parts);
   const int warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;
   Real acc[lane_columns] = {};

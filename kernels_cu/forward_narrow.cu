@@ -186,6 +186,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
                                              cuflash::Config::blocks_per_sm)
     cuflash_forward_narrow(const __grid_constant__ cuflash::ForwardParams params) {
   using namespace cuflash;
+  let_combine_start();
   SharedMemory& smem = shared_memory<SharedMemory>();
   const Work work = Work::of_this_block(params);
   const Score score(params.score, work.entry, KeyPart::of_this_block(params).keys);

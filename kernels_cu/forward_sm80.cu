@@ -118,6 +118,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
                                              cuflash::Config::blocks_per_sm)
     cuflash_forward_sm80(const __grid_constant__ cuflash::ForwardParams params) {
   using namespace cuflash;
+  let_combine_start();
   WarpSoftmax<slices> softmax;
   Real o_acc[slices][own_columns / 8][4];
   clear(o_acc);

@@ -31,6 +31,7 @@ constexpr int consumer_registers = consumers == 2 ? 232 : 160;
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     cuflash_forward_sm90(const __grid_constant__ cuflash::ForwardSm90Params params) {
   using namespace cuflash;
+  let_combine_start();
   SharedMemory& smem = shared_memory<SharedMemory>();
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   Producer producer{params, smem};

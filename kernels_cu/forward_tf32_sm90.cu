@@ -155,6 +155,7 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem, int 
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     cuflash_forward_tf32_sm90(const __grid_constant__ cuflash::ForwardParams params) {
   using namespace cuflash;
+  let_combine_start();
   SharedMemory& smem = shared_memory<SharedMemory>();
   if (threadIdx.x == 0) {
     smem.k_ring.init();

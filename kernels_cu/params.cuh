@@ -84,6 +84,7 @@ struct ScoreParams {
   int32_t kv_length;
   int32_t first_query;  // where a part of a call begins, as dropout and formulas count
   int32_t first_key;
+  int32_t num_queries;  // of a head, used where Config::heads_in_rows
   Real scale;
   Real scale_log2;  // scale * log2(e)
   Real softcap;

@@ -1,11 +1,14 @@
 """Do kernels that read pages, of caches and of rotary embedding compile without spills?
 
+And the portable kernel whose rows are queries of several heads.
+
 Needs no GPU.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -14,6 +17,7 @@ from test_compile import (
     ARITHMETICS,
     FULL,
     LIMITS,
+    PLAIN,
     capability_of,
     complaints,
     dtype_of,
@@ -33,9 +37,14 @@ from cuflash._problem.options import signature
 from cuflash._problem.problem import in_pages
 from support import chosen
 
+#: What rows of several heads may have.
+BOUND = {"window": (7, 3), "offset": np.int64, "kv_lengths": np.int64, "softcap": 20.0}
+
 
 def configs_of(arch: str, generation: int) -> list[KernelConfig]:
-    """Each row of the forward's table by one NVRTC, and the small kernels."""
+    """Each row of the forward's table with pages by one NVRTC, with queries of several heads by the
+    other, and the small kernels.
+    """
     found: list[KernelConfig] = [CacheGrowConfig.of(1000), CacheGrowConfig.of(1 << 18)]
     found.append(CacheTakeConfig())
     for dtype in get_args(Dtype):
@@ -46,16 +55,22 @@ def configs_of(arch: str, generation: int) -> list[KernelConfig]:
         found.append(CacheWriteConfig(dtype=dtype, rotation=rotation))
         found.append(RotaryConfig(dtype=dtype, rotation=rotation, positions="int32"))
     tables = [row for arithmetic in ARITHMETICS for row in rows(arithmetic)]
-    for row in tables[turn_of(arch, generation) :: 2]:
-        k_pages, v_pages = (np.zeros((2, 2, 16, d), dtype_of(row)) for d in row["head_dims"])
-        table = np.zeros((2, 2), np.int32)
-        problem = in_pages(problem_of(row), *map(signature, (k_pages, v_pages, table)))
-        capability = capability_of(arch)
+    capability = capability_of(arch)
+    for turn, row in enumerate(tables, turn_of(arch, generation)):
+        if turn % 2:
+            if row["dtype"] == np.float32 and row["head_dims"][0] > 128:
+                continue  # registers do not hold them
+            own = {name: row[name] for name in ("dtype", "head_dims")}
+            problem = replace(problem_of({**PLAIN, **BOUND, **own}), num_queries=2)
+        else:
+            k_pages, v_pages = (np.zeros((2, 2, 16, d), dtype_of(row)) for d in row["head_dims"])
+            table = np.zeros((2, 2), np.int32)
+            problem = in_pages(problem_of(row), *map(signature, (k_pages, v_pages, table)))
         simt = needs_simt(problem, capability)
         config = chosen.portable(
             "forward_sm80", problem, LIMITS[arch], 16, simt=simt, capability=capability
         )
-        assert config.paged
+        assert (config.paged, config.heads_in_rows) == (not turn % 2, bool(turn % 2))
         found.append(config)
     return found
 

@@ -23,7 +23,8 @@ from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.config import KernelConfig
 from cuflash._problem.formulas import formulas_of
-from cuflash._problem.problem import HALVES, describe
+from cuflash._problem.options import signature
+from cuflash._problem.problem import HALVES, describe, in_pages
 from support import chosen
 from support.nvrtc import all_cores, compiler_of
 from support.parts import kernels_of_part
@@ -188,7 +189,7 @@ def test_results_in_float32_and_such_as_join_others(generation: int) -> None:
 @pytest.mark.nvrtc
 def test_parts_of_keys_and_packed_results_in_float32(generation: int) -> None:
     """Every second one compiled by each NVRTC."""
-    parts = {"out_dtype": "float32", "split_keys": True}
+    parts = {"out_dtype": "float32", "split_keys": True, "overlaps": True}
     found = []
     for head_dims in HEAD_SIZES:
         case = {**PLAIN, **SERVED, "head_dims": head_dims}
@@ -198,6 +199,29 @@ def test_parts_of_keys_and_packed_results_in_float32(generation: int) -> None:
             packed = config_of({**case, **OPTIONS["packed causal"]}, LARGE)
             found.append(packed.replace(out_dtype="float32"))
     compile_all(found[generation % 2 :: 2], generation)
+
+
+@pytest.mark.gate
+@pytest.mark.nvrtc
+def test_pages_and_rows_of_several_heads(generation: int, pytestconfig: pytest.Config) -> None:
+    """Every second one compiled by each NVRTC."""
+    whole, found = pytestconfig.getoption("--slow"), set()
+    table = signature(np.zeros((2, 2), np.int32))
+    options = {name: own for name, own in OPTIONS.items() if "packed" not in name}
+    for name, given in options.items():
+        for head_dims in rows_of(HEAD_SIZES, options, name, whole=whole):
+            case = {**PLAIN, "kv_lengths": np.int64, **given, **SERVED, "head_dims": head_dims}
+            many = replace(problem_of(case), seqlen_q=400)
+            pages = [signature(np.zeros((2, 2, 16, d), dtype_of(case))) for d in head_dims]
+            found.add(chosen.one("forward_sm90", in_pages(many, *pages, table), num_sms=LARGE))
+    for head_dims in HEAD_SIZES:
+        for bound in (CAUSAL, {**WINDOW, "offset": np.int64}):
+            case = {**PLAIN, "kv_lengths": np.int64, **bound, **SERVED, "head_dims": head_dims}
+            shared = replace(problem_of(case), num_queries=2)
+            found.add(chosen.one("forward_sm90", shared, num_sms=LARGE))
+    configs = sorted(found - {None}, key=repr)
+    assert {(c.paged, c.heads_in_rows) for c in configs} == {(True, False), (False, True)}
+    compile_all(configs[generation % 2 :: 2], generation)
 
 
 @pytest.mark.gate

@@ -326,6 +326,26 @@ def test_an_exchange_that_does_not_end_is_aborted_on_all_ranks(fake, late):
     assert sorted(e for e in fake.log if e[0] == "abort") == [("abort", 0), ("abort", 1)]
 
 
+def test_threads_that_abort_at_once_abort_once(fake):
+    class Slow(threading.Event):
+        def is_set(self):
+            found = super().is_set()
+            time.sleep(0.05)  # in which the other thread asks too
+            return found
+
+    def run(rank, comm):
+        comm._aborted.__class__ = Slow
+        threads = [threading.Thread(target=comm._abort) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return 0.0
+
+    assert of_two_ranks(run) == [0.0, 0.0]
+    assert sorted(e for e in fake.log if e[0] == "abort") == [("abort", 0), ("abort", 1)]
+
+
 @pytest.mark.parametrize("devices", [[], [0, 0], [4], [-1], "01", [True], 2])
 def test_wrong_devices(fake, devices):
     with pytest.raises((TypeError, ValueError), match="devices: got"):

@@ -22,8 +22,14 @@ KERNELS = {
     "forward_sm90, 128": (np.float16, 130, 2300, 128),
     "forward_sm90, 256": (np.float16, 70, 2100, 256),
     "forward_sm80": (np.float16, 3, 4096, 64),
+    "forward_sm80, 128": (np.float16, 20, 2100, 128),
+    "forward_sm80, 64 rows": (np.float16, 40, 2100, 64),
     "forward_sm80, 256": (np.float16, 9, 2300, 256),
     "forward_sm80, float64": (np.float64, 70, 2100, 40),
+    "forward_tf32_sm90": (np.float32, 130, 4096, 64),
+    "forward_tf32_sm90, 128": (np.float32, 70, 2100, 128),
+    "forward_narrow": (np.float32, 300, 4096, 3),
+    "forward_narrow, float64": (np.float64, 100, 2100, 8),
 }
 
 

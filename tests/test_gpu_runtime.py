@@ -772,7 +772,7 @@ def test_memory_is_linear_in_the_sequence(dtype):
 
     peaks = []
     for seqlen in (1024, 4096):
-        work = Work(batch=1, heads=2, seqlen=seqlen, dtype=dtype)
+        work = Work(batch=1, heads=16, seqlen=seqlen, dtype=dtype)  # no tile is split
         work.buffers.clear()
         peaks.append(overhead.peak_bytes(work.allocating))
     assert peaks[1] <= 4 * peaks[0] + 8192

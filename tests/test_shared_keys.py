@@ -68,6 +68,25 @@ def test_every_row_reads_and_writes_what_it_did(
     assert (merged.window_left, merged.window_right) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("options", "offset"),
+    [
+        ({"causal": True}, KEYS - 5),
+        ({"causal": True, "kv_lengths": 12}, 7),
+        ({"window": (3, 1), "offset": 9}, 9),
+        ({"causal": True, "kv_lengths": BATCH_LENGTHS}, None),
+        ({"causal": True, "offset": np.zeros((3, 1), np.int64)}, None),
+    ],
+)
+def test_rows_with_a_bound_know_their_query(options: dict[str, Any], offset: int | None) -> None:
+    problem = problem_of(5, {**SHARED, **options})
+    layouts = layouts_of(problem)
+    merged, moved = with_shared_rows(problem, layouts)
+    assert (merged.batch, merged.seqlen_q, merged.num_queries) == ((3, 2), 15, 5)
+    assert (merged.offset_value, merged.window_right) == (offset, problem.window_right)
+    assert places(merged, moved) == places(problem, layouts)
+
+
 def test_a_bound_on_one_row_is_a_length() -> None:
     for options, length in (
         ({"causal": True}, None),
@@ -101,7 +120,6 @@ def test_a_batch_over_keys_of_no_batch() -> None:
 
 KEPT: list[tuple[int, dict[str, Any]]] = [
     (65, SHARED),  # a tile's worth of rows
-    (2, {**SHARED, "causal": True}),
     (1, {**SHARED, "window": (3, 0)}),
     (1, {**SHARED, "causal": True, "offset": np.zeros((3, 1), np.int64)}),
     (1, {**SHARED, "causal": True, "offset": 3, "kv_lengths": BATCH_LENGTHS}),

@@ -17,8 +17,9 @@ from cuflash._kernels import split_keys
 from cuflash._kernels.forward_sm80 import ForwardConfig
 from cuflash._kernels.forward_sm90 import ForwardSm90Config
 from cuflash._kernels.request import Request
+from cuflash._problem.options import signature
 from cuflash._problem.packed import describe_packed
-from cuflash._problem.problem import describe
+from cuflash._problem.problem import describe, in_pages
 from cuflash._select import hardware
 from cuflash._select.access import Access
 from cuflash._select.choose import choose
@@ -125,6 +126,45 @@ def test_more_parts_than_a_warp_has_lanes(
     assert device.launched[-1] == "cuflash_forward_combine"
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+@pytest.mark.parametrize(
+    "bound",
+    [
+        {"causal": True},
+        {"causal": True, "kv_lengths": np.array([[2], [333]])},
+        {"window": (200, 1), "offset": np.array([[300], [-1]])},
+        {"window": (90, 0), "softcap": 3.0},
+    ],
+    ids=["causal", "lengths", "offsets", "window"],
+)
+def test_queries_of_the_heads_of_a_group_are_rows(
+    device: HostDevice, splits: Any, dtype: Any, bound: dict[str, Any]
+) -> None:
+    """Each with the bound of its query."""
+    given = {"enable_gqa": True, **bound}
+    shapes = (2, 6, 5, 24), (2, 2, 350, 24), (2, 2, 350, 24)
+    call = make_call("normal", 4, np.dtype(dtype), *shapes, options=given, wrt=())
+    for parts in (0, 3):
+        splits(parts)
+        Budget(call).check_forward(*forward(call, cuflash.Options(**given)))
+        config = next(c for c in device.configs if c.computes == "out")
+        assert config.heads_in_rows
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("kind", ["causal", "sink", "mask", "key bias"])
+def test_narrow_heads(device: HostDevice, splits: Any, dtype: Any, kind: str) -> None:
+    """By the kernel whose threads own rows."""
+    rng, shapes = np.random.default_rng(3), ((2, 2, 70, 3), (2, 1, 700, 3), (2, 1, 700, 5))
+    bias = {"bias": np.where(rng.random((2, 1, 1, 700)) < 0.1, -np.inf, 0.5).astype(dtype)}
+    given = bias if kind == "key bias" else options_of(70, 700)[kind]
+    call = make_call("normal", 1, np.dtype(dtype), *shapes, options=given, wrt=())
+    for parts in (2, 5):
+        splits(parts)
+        Budget(call).check_forward(*forward(call, cuflash.Options(**given)))
+        assert device.launched[-2:] == ["cuflash_forward_narrow", "cuflash_forward_combine"]
+
+
 @pytest.mark.parametrize("kind", ["causal", pytest.param("sink", marks=pytest.mark.full)])
 def test_packed_sequences_are_split_by_their_own_lengths(device: HostDevice, kind: str) -> None:
     """And rows of no sequence are zeros; a row has the same bits whatever else is packed."""
@@ -218,11 +258,16 @@ def test_values_and_scores_that_are_large(splits: Any, size: float) -> None:
 
 def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
     def parts(
-        batch: tuple[int, ...], rows: int, keys: int, sms: int = 132, d: int = 64, **options: Any
-    ) -> int:
+        batch: tuple[int, ...], rows: int, keys: int, sms: int = 132, d: int = 64,
+        page_size: int = 0, **options: Any,
+    ) -> int:  # fmt: skip
         dtype = np.float16 if d == 64 else np.float32
         q, k = (np.broadcast_to(dtype(0), (*batch, n, d)) for n in (rows, keys))
         problem = describe(np.empty_like(q), np.empty_like(k), k, cuflash.Options(**options))
+        if page_size:
+            pages = signature(np.empty((1, batch[1], page_size, d), dtype))
+            table = signature(np.zeros((batch[0], 1, keys // page_size), np.int32))
+            problem = in_pages(problem, pages, pages, table)
         request = Request(problem, num_sms=sms)
         if not split_keys.wanted(request):
             return 0
@@ -232,9 +277,16 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
 
     lengths = np.array([[3], [100_000]])
     assert parts((1, 8), 1, 2047) == 0
-    assert parts((1, 8), 1, 2048) == 8  # of 256 keys at least
-    assert parts((1, 8), 1, 65536) == 33  # 8 tiles, two on each of 132 SMs
-    assert parts((1, 8), 1, 65536, sms=66) == 16
+    assert parts((1, 8), 1, 2048) == 11  # two blocks of 96 keys each: 16 parts may be short
+    assert parts((1, 8), 1, 8192) == 29  # three, which are 256 keys at least
+    assert parts((1, 8), 1, 496, page_size=16) == 0
+    assert parts((1, 8), 1, 512, page_size=16) == 8  # one block of 64 keys
+    assert parts((1, 8), 64, 512, page_size=16) == 6  # of 96, by another tile
+    assert parts((1, 8), 65, 2032, page_size=16) == 0
+    assert parts((1, 8), 65, 2047) == 0
+    assert parts((1, 8), 65, 2048) == 8  # of 256
+    assert parts((1, 8), 1, 65536) == 63  # 8 tiles, four on each of 132 SMs
+    assert parts((1, 8), 1, 65536, sms=66) == 33
     assert parts((1, 8), 1, 65536, sms=0) == 0
     assert parts((1, 8), 1, 65536, d=256) == 16  # columns are dealt out too
     assert parts((1, 1), 1, 262_144, sms=1000) == 249  # of at most 256, none without keys
@@ -296,7 +348,7 @@ def test_a_workspace_has_room_for_every_part(
     q, k = (on_device(np.zeros((1, 1, n, 24), np.float16)) for n in (2, 1024))
     problem = describe(q, k, k, cuflash.Options())
     size, rows = run.workspace_size(problem, "forward"), 2
-    parts = 4  # of at least 256 keys
+    parts = 8  # each a block of 128 keys: up to 16 may be short
     assert size == 128 + 4 * parts * rows * (24 + 1)
     out = on_device(np.zeros(problem.out_shape, problem.dtype))
     given = problem, (q, k, k), cuflash.Options(), out, None

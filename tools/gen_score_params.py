@@ -39,6 +39,7 @@ COMMENTS = {
     "diagonal_begin": "what Score makes of these, used where Config::offset is `value`",
     "seqlen_q": "extents of the arrays; of packed ones, of all sequences together",
     "q_length": "used where there is no array of lengths",
+    "num_queries": "of a head, used where Config::heads_in_rows",
     "first_query": "where a part of a call begins, as dropout and formulas count",
     **{name: text for o in OPTIONS for name, (_, _, text) in o.params.items()},
     **{name: f"({', '.join(core)})" for name, (_, core) in ARRAYS.items()},

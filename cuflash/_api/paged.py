@@ -144,8 +144,9 @@ def attention_paged(
 
     Notes
     -----
-    On a GPU the portable kernel reads pages where they lie, and splits the keys of few queries; no
-    other kernel does. It serves every dtype and option, float64 and narrow heads too.
+    On a GPU kernels read pages where they lie, and split the keys of few queries. The portable
+    kernel serves every dtype and option, Hopper's many queries of 16 bits over pages of a multiple
+    of 8 rows.
 
     There is no gradient with respect to pages: for gradients call :func:`attention_vjp` on keys
     and values in order.

@@ -18,6 +18,7 @@ _SIGNATURES = {
     ),
     "cuTensorMapReplaceAddress": (_POINTER, _POINTER),
     "cuStreamGetId": (_POINTER, _POINTER),
+    "cuLaunchKernelEx": (_POINTER, _POINTER, _POINTER, _POINTER),
 }  # fmt: skip
 
 

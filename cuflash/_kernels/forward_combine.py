@@ -9,6 +9,7 @@ from cuflash._kernels.config import KernelConfig, Operands
 
 class Own(NamedTuple):
     num_warps: int = 8  # that share the parts of a row
+    overlaps: bool = False  # is it launched while the parts are computed, and waits for them?
 
 
 class CombineConfig(KernelConfig):
@@ -23,7 +24,7 @@ class CombineConfig(KernelConfig):
     def after(cls, config: KernelConfig, out_dtype: str) -> Self:
         """The kernel for the parts that a forward leaves."""
         values = config.values()
-        own = {name: values[name] for name in Operands._fields}
+        own = {name: values[name] for name in (*Operands._fields, "overlaps")}
         return cls(**own | {"out_dtype": out_dtype, "copy_bytes": max(4, config.element_bytes)})
 
     @property

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from cuflash._kernels import narrow, portable
+from cuflash._kernels import narrow, portable, split_keys
 from cuflash._kernels.config import SCORED, Tile
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import Floats, dtype_of, needs_score_math
@@ -23,6 +23,8 @@ _GAIN = 1.05
 class Own(NamedTuple):
     sink: Floats
     num_stages: int = 2
+    split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
+    overlaps: bool = False  # does the kernel that combines them start meanwhile?
 
 
 class ForwardNarrowConfig(narrow.NarrowConfig):
@@ -33,6 +35,7 @@ class ForwardNarrowConfig(narrow.NarrowConfig):
     computes = "out"
     parts = SCORED | {"own": Own, "widths": narrow.Widths}
     row_numbers = 13
+    splits_keys = True
 
     @property
     def numbers(self) -> int:
@@ -53,6 +56,8 @@ class ForwardNarrowConfig(narrow.NarrowConfig):
         """Its tile; the number of rows changes no bit of a row."""
         problem = request.problem
         own = narrow.fields(cls, request) | _tile(request)._asdict()
+        if split_keys.wanted(request):
+            own |= split_keys.fields(request)
         config = cls(
             **own,
             sink=dtype_of(problem.sink),

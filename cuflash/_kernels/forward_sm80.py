@@ -28,7 +28,10 @@ ROWS = (
     Row("half, general", 64, ((64, 96, 4, 2, 2),)),
     Row("half, general", 96, ((64, 64, 4, 2, 2), (64, 32, 4, 2, 2))),
     Row("half, general", 128, ((64, 64, 4, 2, 2), (64, 32, 4, 2, 2))),
-    Row("half, few paged rows", 64, ((32, 64, 2, 5, 2), (32, 64, 2, 2, 2)), "D156"),
+    Row("half, few rows", 64, ((32, 96, 2, 4, 2), (32, 96, 2, 2, 2)), "D181"),
+    Row("half, few rows, pages", 64, ((32, 64, 2, 5, 2), (32, 64, 2, 2, 2)), "D156"),
+    Row("half, few rows", 128, ((32, 32, 2, 4, 2), (32, 32, 2, 2, 2)), "D181"),
+    Row("half, few rows", 256, ((32, 16, 2, 4, 2), (32, 16, 2, 2, 2)), "D181"),
     Row("float32", 16, ((128, 32, 4, 2, 1),), "D161"),
     Row("float32", 32, ((128, 32, 4, 2, 1),), "D124"),
     Row("float32", 64, ((128, 64, 8, 1, 1),), "D36"),
@@ -77,7 +80,7 @@ class ForwardConfig(KernelConfig):
     computes = "out"
     parts = SCORED | {"own": portable.Forward}
     tunables = (*portable.TUNABLES, "num_stages")
-    splits_keys = reads_pages = True
+    splits_keys = of_few_rows = reads_pages = True
 
     def check(self) -> None:
         if self.num_stages not in (1, 2):
@@ -100,6 +103,7 @@ class ForwardConfig(KernelConfig):
         own = portable.fields(cls, request) | {"sink": dtype_of(request.problem.sink)}
         own["paged"] = request.problem.pages is not None
         general = needs_score_math(request.problem) or not own["scale_in_exponent"]
+        general = general or request.problem.num_queries is not None
         if split_keys.wanted(request):
             own |= split_keys.fields(request)
         if own["paged"] or "split_keys" in own:

@@ -78,7 +78,9 @@ class Own(NamedTuple):
     num_q_stages: int  # 2: results are staged in one while the other is used
     overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
+    overlaps: bool = False  # does the kernel that combines them start meanwhile?
     joins: bool = False  # is there a result over other keys, which this one joins?
+    paged: bool = False  # do keys and values lie in pages, which a table puts in order?
 
 
 class ForwardSm90Config(wgmma.WarpgroupsConfig):
@@ -91,6 +93,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     tunables = ("block_m", "block_n", "num_stages", "num_q_stages", "overlap_quarters")
     splits_keys = True
     joins_results = True
+    reads_pages = True
 
     def check(self) -> None:
         super().check()
@@ -116,6 +119,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         looked_up = problem.mask is not None or problem.segment_ids_q is not None
         sliding = problem.window_left is not None
         partial = problem.joins or problem.out.dtype != problem.dtype
+        pages = problem.pages
         return wgmma.against_halves(request) or wgmma.first_reason(
             (problem.formulas is not None, "nobody knows how many registers a formula takes"),
             (biased and packed, "a bias and where sequences begin spill in some case"),
@@ -125,6 +129,24 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
                 "a bias and the first key of a window spill in every tile",
             ),
             (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
+            (
+                pages is not None and pages.size % 8 != 0,
+                "a page is no multiple of the 8 rows of an atom of shared memory",
+            ),
+            (
+                pages is not None and biased,
+                "a bias spills beside pages at head size 96",
+            ),
+            (
+                pages is not None
+                and (looked_up or problem.dropout > 0)
+                and wgmma.widest(problem) > 128,
+                "a mask, ids or drawn bits spill beside pages",
+            ),
+            (
+                pages is not None and split_keys.few(problem),
+                "few queries over pages leave its tiles half empty",
+            ),
             (partial and pressure > 1, "results in float32 spill beside two such options"),
             (
                 partial and 128 < wgmma.widest(problem) <= 192,
@@ -144,6 +166,11 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         # Thread blocks draw the tiles of packed sequences: none has one part of one tile.
         if split_keys.wanted(request) and problem.cu_seqlens_q is None:
             fields |= split_keys.fields(request)
+        if problem.pages is not None:
+            size, block_n = problem.pages.size, fields["block_n"]
+            if size % block_n and block_n % size:
+                return ()  # a box of the copy engine would lie in two blocks, or two pages
+            fields["paged"] = True
         return (cls(**fields, sink=dtype_of(problem.sink), joins=problem.joins),)
 
 

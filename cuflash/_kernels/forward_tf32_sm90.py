@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from cuflash._kernels import portable, tf32_sm90, wgmma
+from cuflash._kernels import portable, split_keys, tf32_sm90, wgmma
 from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import dtype_of
@@ -18,6 +18,7 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
     computes = "out"
     parts = SCORED | {"own": portable.Forward}
     other_warps = 8
+    splits_keys = True
 
     def check(self) -> None:
         super().check()
@@ -36,11 +37,17 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
         problem = request.problem
         wide_segments = problem.segment_ids_q is not None and wgmma.widest(problem) > 64
         return tf32_sm90.against(request) or wgmma.first_reason(
-            (wide_segments, "segment ids of 64 keys spill beside 128 columns of out")
+            (wide_segments, "segment ids of 64 keys spill beside 128 columns of out"),
+            (
+                problem.num_queries is not None,
+                "queries of several heads leave its tiles half empty",
+            ),
         )
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The fastest of benchmarks/sweeps on an H100 SXM; two stages where they fit. (D39, D43)"""
         own = tf32_sm90.fields(cls, request, 128, 64) | {"sink": dtype_of(request.problem.sink)}
+        if split_keys.wanted(request):
+            own |= split_keys.fields(request)
         return tf32_sm90.staged(cls, request, own)

@@ -51,6 +51,7 @@ SCORE = _struct(
     *_numbers(
         "diagonal_begin", "diagonal_end", "seqlen_q", "seqlen_k", "num_sequences", "num_heads",
         "q_length", "kv_length", "first_query", "first_key",
+        "num_queries",
     ),
     *((name, dtype) for o in OPTIONS for name, (dtype, *_) in o.params.items()),
 )  # fmt: skip

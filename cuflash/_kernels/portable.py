@@ -29,7 +29,7 @@ AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
 
 
-FEW_PAGED_ROWS = 32  # of a tile of one query of each head of a group
+ROWS_OF_TWO_WARPS = 32  # and of queries, one of each head of a group
 
 
 class Held(NamedTuple):
@@ -108,13 +108,16 @@ def candidates(
         streamed = 32 if problem.dtype.itemsize <= 4 else 16
         sides = {"block_m": streamed, "block_n": streamed} | {kernel.owned: 64}
         return [own | sides | {"num_warps": 4, "blocks_per_sm": 1}]
+    in_pages = problem.pages is not None
     holding = {
         "half" if problem.dtype in HALVES else problem.dtype.name: True,
         "tf32": own["precision"] == "tf32",
         "general": needs_score_math(problem) if general is None else general,
-        "few paged rows": problem.pages is not None
-        and problem.seqlen_q <= FEW_PAGED_ROWS
-        and not own.get("split_keys"),
+        "v alone": own.get("grad_v", False) and not own["grad_k"],
+        "few rows": problem.seqlen_q <= ROWS_OF_TWO_WARPS
+        and problem.cu_seqlens_q is None
+        and (in_pages or own.get("split_keys", False)),
+        "pages": in_pages,
     }
     tiles = tile_of(rows, holding, max(own["head_dim"], own["head_dim_v"]))
     names = kernel.tunables or TUNABLES
@@ -191,6 +194,7 @@ class Forward(NamedTuple):
     sink: Floats
     num_stages: int = 2  # buffers of k and of v
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
+    overlaps: bool = False  # does the kernel that combines them start meanwhile?
     paged: bool = False  # do keys and values lie in pages, which a table puts in order?
 
 

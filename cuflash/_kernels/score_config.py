@@ -68,9 +68,11 @@ _FIELDS: dict[str, Callable[[Problem], Any]] = {
     "mask_mod": lambda p: p.formulas is not None and p.formulas.mask_mod,
     "formulas": lambda p: () if p.formulas is None else p.formulas.texts,  # (file, text) pairs
     "cu_seqlens": lambda p: dtype_of(p.cu_seqlens_q),  # "none" where sequences are not packed
+    "heads_in_rows": lambda p: p.num_queries is not None,
     **{option.name: functools.partial(_dtype_or_flag, option) for option in _SCALES},
 }
-_Fields: Any = cast(Any, namedtuple("_Fields", tuple(_FIELDS), defaults=["none"] * len(_SCALES)))
+_DEFAULTS = [False, *["none"] * len(_SCALES)]
+_Fields: Any = cast(Any, namedtuple("_Fields", tuple(_FIELDS), defaults=_DEFAULTS))
 
 
 class ScoreConfig(_Fields):  # type: ignore[misc]

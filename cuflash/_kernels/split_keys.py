@@ -22,16 +22,18 @@ class Bounds(NamedTuple):
     """When keys are split, and into what; in keys, where nothing else is said."""
 
     fewest: int  # that are worth a second kernel
-    of_a_row: int  # and for each query
+    fewest_in_pages: int  # of a tile of few rows
+    of_a_row: int  # that are worth it for each query
     least: int  # of a part
+    short_parts: int  # of few rows: so many parts may be shorter,
+    shortest: int  # but no shorter than that
     most_of_ragged: int  # of a part, where entries may be shorter than the array
     most_parts: int
     packed_parts: int  # of each packed sequence, at most
 
 
-#: H100, 8 heads of 64, 2026-11-25: of 512 keys two kernels take 30 us with host and all, one 20; of
-#: 4096 (77 queries) 32 and 38. (D182)
-BOUNDS = Bounds(2048, 8, 256, 4096, 256, 32)
+#: Keys in order and in pages have the same parts, and so the same bits. (D196)
+BOUNDS = Bounds(2048, 512, 8, 256, 16, 64, 4096, 256, 32)
 
 
 def wanted(request: Request) -> bool:
@@ -39,7 +41,9 @@ def wanted(request: Request) -> bool:
     problem, bounds = request.problem, BOUNDS
     if problem.joins or not request.num_sms:
         return False
-    if problem.seqlen_k < max(bounds.fewest, bounds.of_a_row * problem.seqlen_q):
+    in_pages = problem.pages is not None and few(problem)
+    fewest = bounds.fewest_in_pages if in_pages else bounds.fewest
+    if problem.seqlen_k < max(fewest, bounds.of_a_row * problem.seqlen_q):
         return False
     if problem.cu_seqlens_q is not None:
         return _is_ragged(problem)
@@ -48,11 +52,11 @@ def wanted(request: Request) -> bool:
 
 
 def suits(kernel: type[KernelConfig], request: Request) -> bool:
-    """Whether a kernel is the one for parts of keys: few rows leave Hopper's tiles half empty.
+    """Whether a kernel is the one for parts of keys: few rows leave tiles of others half empty.
 
     (D180)
     """
-    return not kernel.for_sm90 or (kernel.splits_keys and not few(request.problem))
+    return kernel.splits_keys and (kernel.of_few_rows or not few(request.problem))
 
 
 def few(problem: Problem) -> bool:
@@ -63,7 +67,8 @@ def few(problem: Problem) -> bool:
 
 def fields(request: Request) -> dict[str, Any]:
     """Fields of a kernel for parts of keys, of which out is as exact as lse."""
-    return {"split_keys": True, "out_dtype": request.problem.lse_dtype.name}
+    exact = {"split_keys": True, "out_dtype": request.problem.lse_dtype.name}
+    return exact | {"overlaps": request.capability >= 90}
 
 
 def part_keys(problem: Problem, config: Any, parts: int) -> int:
@@ -76,15 +81,17 @@ def part_keys(problem: Problem, config: Any, parts: int) -> int:
 
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     """The parts of each tile of a configuration: as many as fill the device once."""
-    bounds = BOUNDS
+    bounds, most = BOUNDS, problem.seqlen_k // BOUNDS.least
     if problem.cu_seqlens_q is not None:
-        return min(bounds.packed_parts, problem.seqlen_k // bounds.least)
+        return min(bounds.packed_parts, most)
+    if few(problem):
+        most = max(most, min(bounds.short_parts, problem.seqlen_k // bounds.shortest))
     tiles = math.prod(problem.batch) * -(-problem.seqlen_q // config.block_m) * config.split_columns
     blocks = -(-problem.seqlen_k // config.block_n)
     parts = config.blocks_per_sm * num_sms // max(tiles, 1)
     if _is_ragged(problem):
         parts = max(parts, -(-problem.seqlen_k // bounds.most_of_ragged))
-    parts = max(1, min(parts, problem.seqlen_k // bounds.least, bounds.most_parts))
+    parts = max(1, min(parts, most, bounds.most_parts))
     return int(-(-blocks // -(-blocks // parts)))
 
 

@@ -5,15 +5,40 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Callable
 
 from cupy_backends.cuda.api import driver
 
 from cuflash._jit.compilation import Kernel
+from cuflash._jit.driver import function
 from cuflash._launch import tile_counters
 from cuflash._launch.tensor_map import Maps
 
 _LIMIT = 64  # of the arguments that one launcher keeps; a kilobyte each
 _COUNTER = struct.Struct("<Q56x")  # its address, and room up to the alignment of the maps
+
+
+#: CUlaunchAttribute: its id, and a value of 64 bytes. The kernel may start early.
+_EARLY = ctypes.create_string_buffer(struct.pack("<i4xi60x", 6, 1))
+_LAUNCH = struct.Struct("<7I4xQQI4x")  # CUlaunchConfig: grid, block, bytes, stream, attributes
+
+
+def extended_launch(kernel: Kernel, grid: int) -> Callable[[int, int, int], None] | None:
+    """As ``launchKernel``, of a kernel that may start before the one before it is done.
+
+    None where the driver does not know it.
+    """
+    launch = function("cuLaunchKernelEx")
+    if launch is None:
+        return None
+    sizes = (grid, 1, 1, kernel.num_threads, 1, 1, kernel.smem_bytes)
+
+    def run(stream: int, argument: int, _: int) -> None:
+        packed = _LAUNCH.pack(*sizes, stream, ctypes.addressof(_EARLY), 1)
+        if status := launch(packed, kernel.pointer, argument, None):
+            raise driver.CUDADriverError(status)
+
+    return run
 
 
 class KernelLauncher:
@@ -22,6 +47,7 @@ class KernelLauncher:
     The argument is the parameter struct: pointers in the order of ``names``, the bytes of
     ``params``, and for Hopper's kernels the tensor maps and the address of a tile counter.
     ``offsets`` move the pointers of each launch where one grid does not hold all batch entries.
+    ``overlaps``: the kernel may start before the one launched before it is done.
     """
 
     def __init__(
@@ -33,6 +59,8 @@ class KernelLauncher:
         offsets: tuple[tuple[int, ...], ...] = ((),),
         maps: Maps | None = None,
         drawn_on: int | None = None,
+        *,
+        overlaps: bool = False,
     ) -> None:
         self.kernel = kernel  # stays loaded
         self.grid = grid
@@ -42,10 +70,12 @@ class KernelLauncher:
         self._offsets = offsets
         self._drawn_on = drawn_on  # the device with the counter from which tiles are drawn
         self._known: dict[tuple[tuple[int, ...], int], tuple[int, ctypes.c_char_p]] = {}
-        self._launch = functools.partial(
+        self._launch: Callable[..., object] = functools.partial(
             driver.launchKernel, kernel.pointer, grid, 1, 1, kernel.num_threads, 1, 1,
             kernel.smem_bytes,
         )  # fmt: skip
+        if overlaps and (extended := extended_launch(kernel, grid)) is not None:
+            self._launch = extended
 
     def run(self, pointers: tuple[int, ...], stream: int, captured: bool = False) -> None:
         """Launch on ``stream``; ``pointers`` are of the first ``names``, 0 where there is none."""

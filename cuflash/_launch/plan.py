@@ -188,6 +188,7 @@ def plan_launch(
         offsets=grid.offsets(),
         maps=maps,
         drawn_on=drawn_on,
+        overlaps=config.computes == "combine" and config.overlaps,
     )
 
 
@@ -299,6 +300,10 @@ def map_layouts_of(
             found.append(found[0])
             continue
         own = layouts[name]
+        if problem.pages is not None and name not in _OF_QUERIES:
+            # As kernels_cu/sm90/load_pages.cuh says.
+            rows, box = problem.pages.size, min(problem.pages.size, config.block_n)
+            batch = ((problem.pages.num_pages, own.page), *(axis for axis in batch if axis[1]))
         # An out of float32, which is stored without its map, counts as columns of 16 bits.
         wider = own.itemsize // problem.dtype.itemsize
         layout = tensor_map.map_layout(

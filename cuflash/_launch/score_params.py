@@ -30,6 +30,7 @@ _DISTANCE = 1 << 30  # no key is that far from a query
 def fill(score: Any, problem: Problem) -> None:
     """Write the numbers of ``ScoreParams``."""
     q_length = problem.seqlen_q if problem.q_length_value is None else problem.q_length_value
+    score["num_queries"] = problem.num_queries or 0
     kv_length = problem.seqlen_k if problem.kv_length_value is None else problem.kv_length_value
     offset = kv_length - q_length if problem.offset_value is None else problem.offset_value
     score["offset_value"] = max(-_UNBOUNDED, min(offset, _UNBOUNDED))

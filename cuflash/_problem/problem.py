@@ -87,6 +87,7 @@ class Problem(_OfOptions):  # type: ignore[misc]
     origin: Origin = WHOLE  # of a part of a call, for dropout and formulas
     joins: bool = False  # is there a result over other keys, which this one joins?
     pages: Pages | None = None  # where rows of k and v are in pages
+    num_queries: int | None = None  # where rows are heads times so many queries, with a bound
 
     def __hash__(self) -> int:
         return self._hash

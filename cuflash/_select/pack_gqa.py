@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from cuflash._kernels.score_config import present
 from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem
@@ -37,7 +39,7 @@ def with_shared_rows(
 
 
 def _with_equal_rows(problem: Problem) -> Problem | None:
-    """The problem without bounds that depend on the row; None where something else does."""
+    """The problem whose rows know what they see by their query alone; None where they do not."""
     differs = (problem.formulas, problem.q_lengths, problem.cu_seqlens_q)
     whole = problem.q_length_value in (None, problem.seqlen_q)
     of_pairs = present(problem, "add", "see", "weight")
@@ -45,7 +47,9 @@ def _with_equal_rows(problem: Problem) -> Problem | None:
         return None
     if problem.window_left is None and problem.window_right is None:
         return problem
-    if problem.seqlen_q > 1 or problem.window_left is not None or problem.offset is not None:
+    if problem.seqlen_q > 1:
+        return _with_queries_in_rows(problem)
+    if problem.window_left is not None or problem.offset is not None:
         return None
     # One row sees the keys up to a bound: by default, all that there are.
     keys = problem.kv_length_value
@@ -55,6 +59,20 @@ def _with_equal_rows(problem: Problem) -> Problem | None:
         keys = problem.seqlen_k if keys is None else keys
         keys = max(0, min(keys, problem.offset_value + (problem.window_right or 0) + 1))
     return replace(problem, window_right=None, kv_length_value=keys)
+
+
+def _with_queries_in_rows(problem: Problem) -> Problem | None:
+    """The problem in which bounds follow from the query that a row is of some head.
+
+    None where registers do not hold it beside wide rows of float32.
+    """
+    if problem.dtype == np.float32 and max(problem.head_dim, problem.head_dim_v) > 128:
+        return None
+    offset = problem.offset_value
+    if offset is None and problem.offset is None and problem.kv_lengths is None:
+        keys = problem.kv_length_value
+        offset = (problem.seqlen_k if keys is None else keys) - problem.seqlen_q
+    return replace(problem, num_queries=problem.seqlen_q, offset_value=offset)
 
 
 def _merged_last_axis(

@@ -172,7 +172,7 @@ class Nccl(Devices):
         self._gpu = _Gpu(device, nccl)
         super().__init__({self.rank: self._gpu}, control.size, self.rank)
         self._begun: deque[_Awaited] = deque()  # without arrays, which may be freed before
-        self._aborted = threading.Event()
+        self._aborted, self._once = threading.Event(), threading.Lock()
         control.on_failure = self._abort
         threading.Thread(target=self._look, name="cuflash looks at NCCL", daemon=True).start()
         try:
@@ -217,7 +217,7 @@ class Nccl(Devices):
         self.control.close()
 
     def _abort(self) -> None:
-        if not self._aborted.is_set():
+        if self._once.acquire(blocking=False):  # the threads that close and that look may meet here
             self._aborted.set()
             self._gpu.abort()
 

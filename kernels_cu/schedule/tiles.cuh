@@ -2,6 +2,7 @@
 // often as it is asked for.
 #pragma once
 
+#include "ptx/dependents.cuh"
 #include "schedule/scheduler.cuh"
 #include "score/ranges.cuh"
 #include "score/traits.cuh"
@@ -84,6 +85,11 @@ struct PartOfTile<true> {
   }
 };
 using KeyPart = PartOfTile<Config::split_keys>;
+
+// By a kernel whose results another one combines: that one is to find its place meanwhile.
+CUFLASH_DEVICE void let_combine_start() {
+  if constexpr (Config::overlaps) ptx::launch_dependents();
+}
 
 struct KeyTile : OwnedTile {
   int first_key;

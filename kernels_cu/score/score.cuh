@@ -297,13 +297,22 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     return folds_scale ? at * log2_e - reference : fma(-reference, unit(), at) * log2_e;
   }
 
+  // The queries that rows stand for: where those of several heads follow each other, one row for
+  // one query, and more rows for any.
+  CUFLASH_DEVICE Range queries_of(Range rows) const {
+    if constexpr (!Config::heads_in_rows) return rows;
+    const int query = rows.begin % params.num_queries;
+    return rows.end - rows.begin == 1 ? Range{query, query + 1} : Range{0, params.num_queries};
+  }
+
   // Keys that some row of [m_begin, m_end) sees, mask and bias apart.
   CUFLASH_DEVICE Range kv_range(int m_begin, int m_end) const {
     m_end = min(m_end, seqlen.q);
     Range keys{0, seqlen.k};
     if constexpr (Config::split_keys) keys = {part().begin, min(part().end, seqlen.k)};
-    if constexpr (Config::window_left) keys.begin = max(keys.begin, m_begin + diagonal_begin);
-    if constexpr (Config::window_right) keys.end = min(keys.end, m_end - 1 + diagonal_end);
+    const Range queries = queries_of({m_begin, m_end});
+    if constexpr (Config::window_left) keys.begin = max(keys.begin, queries.begin + diagonal_begin);
+    if constexpr (Config::window_right) keys.end = min(keys.end, queries.end - 1 + diagonal_end);
     return m_begin < m_end && diagonal_begin < diagonal_end && keys.begin < keys.end ? keys
                                                                                      : Range{0, 0};
   }
@@ -330,10 +339,11 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
   // given, is given existing ones. (D19)
   CUFLASH_DEVICE BlockRanges kv_blocks(int m_begin, int m_end) const {
     Range full{0, Config::score_mod && m_end > seqlen.q ? 0 : seqlen.k};
+    const Range queries = queries_of({m_begin, min(m_end, seqlen.q)});
     if constexpr (Config::window_left) {
-      full.begin = max(full.begin, min(m_end, seqlen.q) - 1 + diagonal_begin);
+      full.begin = max(full.begin, queries.end - 1 + diagonal_begin);
     }
-    if constexpr (Config::window_right) full.end = min(full.end, m_begin + diagonal_end);
+    if constexpr (Config::window_right) full.end = min(full.end, queries.begin + diagonal_end);
     return block_ranges<Config::block_n, hides_pairs>(kv_range(m_begin, m_end), full);
   }
 

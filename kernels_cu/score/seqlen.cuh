@@ -43,7 +43,7 @@ struct Seqlen {
     if constexpr (Config::offset == Offset::value) {
       offset = params.offset_value;
     } else if constexpr (Config::offset == Offset::lengths) {
-      offset = k - q;
+      offset = k - (Config::heads_in_rows ? params.num_queries : q);
     } else {
       constexpr Dtype dtype = Config::offset == Offset::int32 ? Dtype::int32 : Dtype::int64;
       offset = read_integer<dtype>(params.offset, entry * params.offset_strides);

@@ -3,18 +3,20 @@
 
 #include "sm90/logits.cuh"
 #include "sm90/softmax.cuh"
-#include "tile/load.cuh"
+#include "tile/pages.cuh"
 
 namespace cuflash {
 
 struct RawScores {
-  const RowSource queries, keys;  // of one entry
-  int first_row, last_row;        // rows from last_row on are like that one
+  const RowSource queries;  // of one entry
+  const KeySource<Config::paged> keys;
+  int first_row, last_row;  // rows from last_row on are like that one
 
   CUFLASH_DEVICE RawScores(const ForwardParams& params, const BatchIndex& entry,
                            const Seqlen& seqlen, int warp_row)
       : queries(params.q, params.q_layout, entry, seqlen.first_q, params.head_dim),
-        keys(params.k, params.k_layout, entry, seqlen.first_k, params.head_dim),
+        keys(params, RowSource(params.k, params.k_layout, entry, seqlen.first_k, params.head_dim),
+             entry, params.k_page),
         first_row(warp_row),
         last_row(seqlen.q - 1) {}
 
@@ -23,7 +25,7 @@ struct RawScores {
     const int row = first_row + lane_index() / 4;
     const Element* upper = queries.data + min(row, last_row) * queries.row_stride;
     const Element* lower = queries.data + min(row + 8, last_row) * queries.row_stride;
-    const Element* key = keys.data + (first_key + lane_index() / 4) * keys.row_stride;
+    const Element* key = keys.row(first_key + lane_index() / 4);
     acc[0] = acc[1] = acc[2] = acc[3] = 0.0f;
 #pragma unroll 2
     for (int k = 0; k < Config::head_dim / 16; ++k) {

@@ -41,7 +41,7 @@ from cuflash._select import hardware
 
 SUPPORT = Path(__file__).parent
 COMPILER = shutil.which("g++")
-_PTX = ("arithmetic", "cp_async", "mma_sync", "once", "special", "tma")
+_PTX = ("arithmetic", "cp_async", "dependents", "mma_sync", "once", "special", "tma")
 
 
 class DeviceArray(np.ndarray):
@@ -82,6 +82,7 @@ class HostDevice:
         self.folder = folder
         self.kernels: list[Any] = []
         self.launched: list[str] = []
+        self.configs: list[KernelConfig] = []  # that were compiled
         self.copied_bytes = 0  # to shared memory, asynchronously
         self.compile = functools.cache(self._compile)
 
@@ -106,6 +107,7 @@ class HostDevice:
         source.write_text(text)
         command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
         subprocess.run(command, check=True)
+        self.configs.append(config)
         self.kernels.append((config.entry, ctypes.CDLL(str(library)).run))
         number = len(self.kernels) - 1
         return compilation.Kernel(number, config.num_threads, config.smem_bytes, None)

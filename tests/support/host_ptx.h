@@ -7,6 +7,8 @@ namespace cuflash::ptx {
 
 inline int block_index() { return blockIdx.x; }
 inline int thread_index() { return threadIdx.x; }
+inline void launch_dependents() {}
+inline void wait_for_kernel_before() {}
 inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - smem_bytes);
 }
@@ -191,9 +193,14 @@ inline void load_shared(double& first, double& second, uint32_t smem) {
   second = load_shared<double>(smem + 8);
 }
 
-// No tensor map is used here.
+// No tensor map is used here: who asks for a box hears of it.
 struct TensorMap {
   alignas(64) unsigned char bytes[128];
 };
+inline std::function<void(uint32_t, int, int, const int (&)[3])> on_load;
+inline void tma_load(uint32_t smem, const TensorMap&, uint32_t, int column, int row,
+                     const int (&batch)[3]) {
+  on_load(smem, column, row, batch);
+}
 
 }  // namespace cuflash::ptx
