@@ -89,7 +89,7 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
       hide_pairs(s_acc, score, first_row, first_key, masked);
       to_operand(frag, s_acc);
     } else {
-      const Bias bias(score, {first_row, first_key});
+      const GlobalBias bias(score, {first_row, first_key});
       if (Score::hides_pairs || warp_agrees(masked)) {
         compute_p_and_weights<true>(s_acc, kept, score, bias, first_row, first_key);
       } else {

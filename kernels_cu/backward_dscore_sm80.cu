@@ -11,172 +11,9 @@
 // A tile of a bias (m, n) is one block of pairs, one of a key bias (1, n) all blocks of some keys,
 // one of a query bias (m, 1) all blocks of some queries; so is one of slopes and scale, whose sums
 // over queries are left to be added up. Queries far from 0 join sums at the end, pair by pair.
-#include "tile/matmul.cuh"
-#include "schedule/segments.cuh"
-#include "simt/recompute_rows.cuh"
+#include "portable/dscore_blocks.cuh"
 
 namespace cuflash {
-
-struct SharedMemory {
-  using QTile = OperandTile<Config::block_m, Config::head_dim>;
-  using DoutTile = OperandTile<Config::block_m, Config::head_dim_v>;
-  using KTile = StreamedTile<Config::block_n, Config::head_dim>;
-  using VTile = StreamedTile<Config::block_n, Config::head_dim_v>;
-
-  QTile q;
-  DoutTile dout;
-  KTile k;
-  VTile v;
-  Real column_sums[Config::num_warps][Config::block_n];
-};
-
-constexpr int slices = Config::block_m / (16 * Config::num_warps);
-static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp owns whole slices");
-constexpr int tiles = Config::block_n / 8;
-constexpr bool streams_queries = Config::sums_to == SumsTo::keys;
-
-// Sums of slopes and scale lie where the packed queries do; a bias has a matrix for each sequence,
-// or one for all.
-constexpr bool packed = Config::cu_seqlens != Dtype::none;
-constexpr bool of_packed_rows = packed && Config::grad_of != GradOf::bias;
-
-// The tile of this thread block, as often as it is asked for.
-struct Work {
-  int m_block;  // unless queries are streamed
-  int n_block;  // unless keys are
-  int owner;
-  Range sequences;
-
-  CUFLASH_DEVICE static Work of_this_block(const BackwardParams& params) {
-    const Tile tile = tile_of(params.grid, ptx::block_index());
-    Range sequences{0, 1};
-    int rank = tile.block;
-    if constexpr (of_packed_rows) {
-      const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
-      rank = place.block;
-      sequences = {place.sequence, place.sequence + 1};
-    } else if constexpr (packed) {
-      sequences.end = params.score.num_sequences;
-      if (params.sums_layout.batch.axis[max_batch_axes - 1] != 0) {
-        const int tiles_each = params.grid.num_blocks / params.score.num_sequences;
-        sequences = {rank / tiles_each, rank / tiles_each + 1};
-        rank %= tiles_each;
-      }
-    }
-    if constexpr (Config::sums_to == SumsTo::keys) return {0, rank, tile.owner, sequences};
-    if constexpr (Config::sums_to == SumsTo::queries) return {rank, 0, tile.owner, sequences};
-    const int columns = (num_columns(params) + Config::block_n - 1) / Config::block_n;
-    return {rank / columns, rank % columns, tile.owner, sequences};
-  }
-
-  // The `index`-th batch entry of the owner.
-  CUFLASH_DEVICE BatchIndex entry(const BackwardParams& params, int index, int sequence) const {
-    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
-  }
-
-  // Extents of a bias.
-  CUFLASH_DEVICE static int num_rows(const BackwardParams& params) {
-    return packed ? params.score.q_length : params.score.seqlen_q;
-  }
-  CUFLASH_DEVICE static int num_columns(const BackwardParams& params) {
-    return packed ? params.score.kv_length : params.score.seqlen_k;
-  }
-};
-
-// What a pair adds to the result, from the gradient of its score.
-CUFLASH_DEVICE Real contribution(const Score& score, Real ds, Real product, int q_idx, int kv_idx) {
-  if constexpr (Config::grad_of == GradOf::alibi_slopes) {
-    return -ds * score.formula_slope(product, q_idx, kv_idx) * score.distance(q_idx, kv_idx);
-  } else if constexpr (Config::grad_of == GradOf::scale) {
-    return ds * score.derivative(product, q_idx, kv_idx) * product;
-  } else {
-    return ds * score.formula_slope(product, q_idx, kv_idx);
-  }
-}
-
-// Adds the pairs of one block but those of queries far from 0, of which `any_far` tells.
-template <bool masked>
-CUFLASH_DEVICE void add_pairs(Real (&acc)[slices][tiles][4], const Real (&s_acc)[slices][tiles][4],
-                              const Real (&dp_acc)[slices][tiles][4],
-                              const RowStatistics* statistics, const Score& score, int first_row,
-                              int first_key, bool& any_far) {
-  const int lane = ptx::thread_index() % 32;
-  const int lane_row = first_row + fragment_row(0, 0, lane);
-  const int lane_key = first_key + fragment_column(0, 0, lane);
-  const WarpPowers power;
-#pragma unroll
-  for (int s = 0; s < slices; ++s) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int q_idx = lane_row + 16 * s + 8 * half;
-      RowStatistics row = score.seqlen.statistics(statistics, q_idx);
-      if (is_quiet_nan(row.lse)) {
-        any_far = true;
-        row.lse = infinity();
-      }
-      // Relative to this lane's first column, so that columns are compared as constants.
-      const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
-      ColumnBits seen;
-      if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
-#pragma unroll
-      for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const Real product = s_acc[s][t][2 * half + i];
-          const int kv_idx = lane_key + 8 * t + i;
-          const bool visible = !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
-                                           score.formula_shows(q_idx, kv_idx));
-          const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
-          const Real p = power(score.probability_exponent(logit, row.lse));
-          const Real ds = p * (dp_acc[s][t][2 * half + i] - row.delta);
-          // An invisible value may be NaN: zero times it would not do.
-          if (!masked || logit != -infinity()) {
-            acc[s][t][2 * half + i] += contribution(score, ds, product, q_idx, kv_idx);
-          }
-        }
-      }
-    }
-  }
-}
-
-// Adds one block of pairs of one batch entry.
-CUFLASH_DEVICE void add_block(const BackwardParams& params, SharedMemory& smem,
-                              const BatchIndex& entry, const Score& score, int first_row,
-                              int first_key, bool masked, Real (&acc)[slices][tiles][4],
-                              bool& any_far) {
-  const Range rows{0, score.seqlen.q}, keys{0, score.seqlen.k};
-  const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
-  const RowSource q(params.q, params.q_layout, entry, first_q, params.head_dim);
-  const RowSource dout(params.dout, params.dout_layout, entry, first_q, params.head_dim_v);
-  const RowSource k(params.k, params.k_layout, entry, first_k, params.head_dim);
-  const RowSource v(params.v, params.v_layout, entry, first_k, params.head_dim_v);
-  __syncthreads();  // every warp is done with the block before
-  load_tile(smem.q, q, first_row, rows);
-  load_tile(smem.dout, dout, first_row, rows);
-  load_tile(smem.k, k, first_key, keys);
-  load_tile(smem.v, v, first_key, keys);
-  ptx::cp_async_commit();
-  ptx::cp_async_wait<0>();
-  split(smem.k);
-  split(smem.v);
-  __syncthreads();  // all four are there
-
-  const int warp_row = warp_index() * 16 * slices;
-  Real s_acc[slices][tiles][4], dp_acc[slices][tiles][4];
-  clear(s_acc);
-  multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k));
-  clear(dp_acc);
-  multiply_transposed<columns_of_dp>(dp_acc, read_rows(smem.dout, warp_row), read_columns(smem.v));
-  drop_gradients(dp_acc, score, first_row + warp_row, first_key);
-  const RowStatistics* statistics = params.rows + entry * params.rows_layout.batch + first_q;
-  if (masked) {
-    add_pairs<true>(acc, s_acc, dp_acc, statistics, score, first_row + warp_row, first_key,
-                    any_far);
-  } else {
-    add_pairs<false>(acc, s_acc, dp_acc, statistics, score, first_row + warp_row, first_key,
-                     any_far);
-  }
-}
 
 // Adds the blocks of the owner's `index`-th batch entry.
 CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
@@ -251,23 +88,39 @@ __device__ __noinline__ void add_far_rows(const BackwardParams& params, int inde
   }
 }
 
-CUFLASH_DEVICE void store_pairs(const BackwardParams& params, Real* sums, const Work& work,
+// Sums as they are, or rounded once to 16 bits, of which two neighbours are stored at once.
+CUFLASH_DEVICE void store_pairs(const BackwardParams& params, int64_t first, const Work& work,
                                 const Real (&acc)[slices][tiles][4]) {
-#pragma unroll
-  for (int s = 0; s < slices; ++s) {
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int q_idx =
-            work.m_block * Config::block_m + warp_index() * 16 * slices + fragment_row(s, i);
-        const int kv_idx = work.n_block * Config::block_n + fragment_column(t, i);
-        if (q_idx < Work::num_rows(params) && kv_idx < Work::num_columns(params)) {
-          sums[q_idx * params.sums_layout.row + kv_idx * params.sums_layout.column] = acc[s][t][i];
+  constexpr Dtype dtype = Config::sums_dtype;
+  constexpr bool rounds = dtype == Dtype::float16 || dtype == Dtype::bfloat16;
+  using Sum = If<rounds, uint16_t, Real>;
+  Sum* const sums = reinterpret_cast<Sum*>(params.sums) + first;
+  const Layout& layout = params.sums_layout;
+  const int num_rows = Work::num_rows(params), num_columns = Work::num_columns(params);
+  const bool by_pairs = layout.column == 1 &&
+                        ((reinterpret_cast<uint64_t>(sums) / sizeof(Sum) | layout.row) & 1) == 0;
+  unrolled<slices, tiles>([&](int s, int t) {
+    unrolled<2>([&](int half) {
+      const int q_idx =
+          work.m_block * Config::block_m + warp_index() * 16 * slices + fragment_row(s, 2 * half);
+      const int kv_idx = work.n_block * Config::block_n + fragment_column(t, 0);
+      if (q_idx >= num_rows || kv_idx >= num_columns) return;
+      const Real low = acc[s][t][2 * half], high = acc[s][t][2 * half + 1];
+      Sum* const to = sums + q_idx * layout.row + kv_idx * layout.column;
+      if constexpr (rounds) {
+        const uint32_t pair = pack<dtype>(low, high);
+        if (by_pairs && kv_idx + 1 < num_columns) {
+          *reinterpret_cast<uint32_t*>(to) = pair;
+          return;
         }
+        to[0] = static_cast<uint16_t>(pair);
+        if (kv_idx + 1 < num_columns) to[layout.column] = static_cast<uint16_t>(pair >> 16);
+      } else {
+        to[0] = low;
+        if (kv_idx + 1 < num_columns) to[layout.column] = high;
       }
-    }
-  }
+    });
+  });
 }
 
 CUFLASH_DEVICE void store_queries(const BackwardParams& params, Real* sums, const Work& work,
@@ -322,22 +175,30 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   Real acc[slices][tiles][4];
   clear(acc);
   bool any_far = false;
+  if constexpr (Config::num_stages == 2) {
+    static_assert(Config::sums_to == SumsTo::pairs && !packed && !Score::has_segments,
+                  "one block of each entry, for all who see it");
+    EntriesOfPairs{params, smem, work}.add(acc, any_far);
+  } else {
 #pragma unroll 1
-  for (int sequence = work.sequences.begin; sequence < work.sequences.end; ++sequence) {
+    for (int sequence = work.sequences.begin; sequence < work.sequences.end; ++sequence) {
 #pragma unroll 1
-    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-      accumulate(params, smem, index, sequence, acc, any_far);
+      for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+        accumulate(params, smem, index, sequence, acc, any_far);
+      }
     }
   }
   const BatchIndex entry = work.entry(params, 0, work.sequences.begin);
-  Real* sums = params.sums + entry * params.sums_layout.batch;
-  if constexpr (Config::sums_to == SumsTo::pairs) store_pairs(params, sums, work, acc);
+  const auto first = entry * params.sums_layout.batch;  // in sums
+  Real* sums = params.sums + first;
+  if constexpr (Config::sums_to == SumsTo::pairs) store_pairs(params, first, work, acc);
   if constexpr (Config::sums_to == SumsTo::keys) store_keys(params, smem, sums, work, acc);
   if constexpr (Config::sums_to == SumsTo::queries) {
     const Seqlen seqlen(params.score, entry);
     if constexpr (of_packed_rows) sums += seqlen.first_q * params.sums_layout.row;
     store_queries(params, sums, work, of_packed_rows ? seqlen.rows_q : Work::num_rows(params), acc);
   }
+  if constexpr (!Score::recomputes_far_rows) return;
   if (!__syncthreads_or(any_far)) return;  // all sums are stored
 #pragma unroll 1
   for (int sequence = work.sequences.begin; sequence < work.sequences.end; ++sequence) {

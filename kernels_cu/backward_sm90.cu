@@ -38,6 +38,7 @@
 // Named barriers pass the right to start products between the consumers: exponentials and ds of one
 // are computed under the products of the other.
 #include "ptx/stmatrix.cuh"
+#include "sm90/bias_tiles.cuh"
 #include "sm90/dq_accum.cuh"
 #include "sm90/dkv_parts.cuh"
 #include "sm90/dq_semaphore.cuh"
@@ -45,8 +46,8 @@
 
 namespace cuflash {
 
-constexpr int writers = 2;                       // warps
-constexpr int tile_readers = 4 * consumers + 4;  // warps
+constexpr int writers = 2;                                    // warps
+constexpr int tile_readers = 4 * consumers + 4 + loads_bias;  // warps
 
 // What a tile adds to a block of queries.
 struct Addition {
@@ -61,6 +62,7 @@ struct SharedMemory : DkvSharedMemory {
 
   DsTile ds[2];                                               // ds^T: rows are keys
   alignas(128) float dq[Config::block_m * Config::head_dim];  // part by part
+  If<loads_bias, BiasTiles, NoBiasTiles> bias;
   uint64_t ds_full[2], ds_empty[2];
   uint64_t dq_full[writers][DqAccum::parts], dq_empty[writers];
   Addition addition[writers];
@@ -83,6 +85,7 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
     for (int part = 0; part < DqAccum::parts; ++part) init(smem.dq_full[i][part], 4);
     init(smem.dq_empty[i], 1);
   }
+  smem.bias.init_barriers();
   init(smem.keys_empty, 4 * consumers * reader_arrivals + 4);
   for (int i = 0; i < 2; ++i) {
     init(smem.tile_full[i], 1);
@@ -149,6 +152,36 @@ struct Producer {
     }
     arrive_as_warp(smem.tile_full[ring.stage()]);
     return tile;
+  }
+};
+
+// ------------------------------------------------------------------- the warp that loads a bias
+struct BiasProducer {
+  const BackwardSm90Params& params;
+  SharedMemory& smem;
+
+  CUFLASH_DEVICE void run(NoBiasTiles&) {}
+  CUFLASH_DEVICE void run(BiasTiles& tiles_of_bias) {
+    BiasLoader bias{tiles_of_bias};
+    Tiles tiles{smem};
+#pragma unroll 1
+    for (;; tiles.release()) {
+      const int tile = tiles.receive();
+      if (tile < 0) break;
+      const KeyTile work = KeyTile::at(params, tile);
+      const Range keys{work.first_key, work.first_key + Config::block_n};
+#pragma unroll 1
+      for (int index = 0; index < KeyTile::entries(params); ++index) {
+        const Score score(params.score, work.entry(params, index));
+        const BlockRanges blocks = work.own(score.q_blocks(keys.begin, keys.end), params);
+        LastRowsFirst walk(score, blocks, keys);
+        bias.start(score, keys.begin);
+#pragma unroll 1
+        for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
+          bias.load_block(params.score.bias_layout.row, block * Config::block_m, score.seqlen.q);
+        }
+      }
+    }
   }
 };
 
@@ -287,6 +320,7 @@ struct Consumer : DkvWarpgroup<64> {
   // Do registers hold dp beside p and the operand p of dv?
   static constexpr bool dp_beside_p = Config::head_dim + Config::head_dim_v <= 192;
   static constexpr int first_turn = 1;  // the first of as many named barriers as warpgroups
+  Ring<BiasTiles::stages> bias_ring;
 
   CUFLASH_DEVICE void run() {
     Tiles tiles{shared()};
@@ -342,6 +376,15 @@ struct Consumer : DkvWarpgroup<64> {
     ptx::pin(flat(dv_acc));
   }
 
+  CUFLASH_DEVICE BiasReader bias_at(BiasTiles& tiles, const Score&, const LaneIndices&) {
+    const int own_key = LaneIndices(0, 0).key;
+    return {tiles, bias_ring, own_key};
+  }
+  CUFLASH_DEVICE GlobalBias bias_at(NoBiasTiles&, const Score& score,
+                                    const LaneIndices& lane) const {
+    return {score, lane};
+  }
+
   // dk of the part before and the scores of this one are a turn, dv and dp the next.
   CUFLASH_DEVICE void add_block(const Score& score, int first_row, int first_key, bool masked) {
     const Ring<2> ds_ring{ring.uses};
@@ -362,8 +405,9 @@ struct Consumer : DkvWarpgroup<64> {
         hide_pairs(s_acc, score, first_row, first_key, masked, first);
         to_kept_operand(s_acc, kept);
       } else {
-        const Bias bias(score, {first_row + first, first_key});
-        if (Score::hides_pairs || warp_agrees(masked)) {
+        auto bias = bias_at(shared().bias, score, {first_row + first, first_key});
+        // Beside buffers of a bias two copies of what a block takes leave too few registers.
+        if (Score::hides_pairs || loads_bias || warp_agrees(masked)) {
           compute_p_and_weights<true>(s_acc, kept, score, bias, first_row, first_key, first);
         } else {
           compute_p_and_weights<false>(s_acc, kept, score, bias, first_row, first_key, first);
@@ -429,9 +473,10 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     ptx::setmaxnreg_dec<producer_registers>();
     if (warp == 0) Producer{params, smem}.run();
     if (warp == 1 || warp == 2) Writer{smem, warp - 1u}.run();
+    if (loads_bias && warp == 3) BiasProducer{params, smem}.run(smem.bias);
   } else if (warp < 4 + 4 * consumers) {
     ptx::setmaxnreg_inc<consumer_registers>();
-    Consumer{params, smem, warp / 4 - 1}.run();
+    Consumer{{params, smem, warp / 4 - 1}}.run();
   } else {
     ptx::setmaxnreg_dec<multiplier_registers>();
     Multiplier{params, smem}.run();

@@ -100,6 +100,9 @@ struct Defaults {
   static constexpr bool scores_ahead = false;
   // Are k and v of a tile kept as operands in registers?
   static constexpr bool keys_in_registers = false;
+  // Blocks of a bias, or of bits of a mask, in shared memory; 0: it is read where it lies.
+  static constexpr int bias_stages = 0;
+  static constexpr int mask_stages = 0;
   // Do tiles add to dq one after the other, in a fixed order?
   static constexpr bool deterministic = true;
 
@@ -133,6 +136,8 @@ struct Defaults {
   static constexpr bool writes = false;   // does this pass quantise, after the first found scales?
   static constexpr SumsTo sums_to = SumsTo::pairs;
   static constexpr GradOf grad_of = GradOf::bias;
+  static constexpr bool holds_bias = false;         // does each lane keep the bias of its pairs?
+  static constexpr Dtype sums_dtype = Dtype::none;  // in which they are stored; none: that of lse
 
   static constexpr Rotation rotation = Rotation::none;
   static constexpr Dtype positions = Dtype::none;

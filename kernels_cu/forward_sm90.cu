@@ -9,14 +9,16 @@
 //     out = o / l,  lse = m + log l                         a sink joins m and l here
 //
 // Warpgroup 0 produces: warp 0 draws tiles and loads, warp 1 stores results, warp 2 clears rows
-// that belong to no packed sequence. The others consume 64 rows of the tile each; s of a block is
-// multiplied together with p v of the block before, so that the softmax runs under p v. m' keeps
-// the old maximum unless a row's grew by more than a factor of 2^8. Where keys are split, a thread
-// block has one part of one tile. docs/forward-sm90.md draws the schedule.
+// that belong to no packed sequence, warps 2 and 3 bring a mask or a bias where these come through
+// shared memory. The others consume 64 rows of the tile each; s of a block is multiplied together
+// with p v of the block before, so that the softmax runs under p v. m' keeps the old maximum unless
+// a row's grew by more than a factor of 2^8. Where keys are split, a thread block has one part of
+// one tile. docs/forward-sm90.md draws the schedule.
 //
 // Shared memory: q[num_q_stages], k[num_stages], v[num_stages], every tile in panels of 64 columns;
 // out is staged in q where there are two. The barriers' table is in sm90/shared_memory.cuh.
 #include "sm90/producer.cuh"
+#include "sm90/look_up_loader.cuh"
 #include "sm90/consumer.cuh"
 #include "sm90/unowned_rows.cuh"
 
@@ -43,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     if (warp == 0) producer.run();
     if (stages_out && warp == 1) send_tiles(params, smem);
     if (is_packed && warp == 2) clear_unowned_rows(params);
+    if (looks_up && warp >= 2) LookUpLoader{params, warp - 2}.run(smem);
   } else {
     ptx::setmaxnreg_inc<consumer_registers>();
     Consumer{params, smem, warp / 4 - 1}.run();

@@ -470,7 +470,8 @@ def test_one_pass_serves_and_wins() -> None:
     narrow, middle, between = (np.zeros((2, 4, 300, d), bfloat16) for d in (64, 96, 80))
     latent = np.zeros((2, 4, 300, 192), bfloat16)
     mask = np.ones((300, 300), np.bool_)
-    bias = mask.astype(np.float32)
+    bias, wide_bias = mask.astype(np.float32), np.ones((300, 304), bfloat16)
+    even = np.zeros((2, 4, 304, 128), bfloat16)
     for q, k, v, options, serves, deterministic, unordered in (
         (full, full, full, {}, True, True, True),
         (full, full, full, {"causal": True}, True, True, True),
@@ -489,7 +490,10 @@ def test_one_pass_serves_and_wins() -> None:
         (wide, wide, wide, {"kv_lengths": np.array([[3], [4]])}, True, False, False),
         (full, full, full, {"scale": -1.0}, True, True, True),
         (wide, wide, wide, {"scale": -1.0}, True, False, False),
-        (full, full, full, {"bias": bias}, False, False, False),
+        (full, full, full, {"bias": bias.astype(bfloat16)}, False, False, False),  # of 600 bytes
+        (full, full, full, {"bias": bias[:, :1]}, False, False, False),
+        (full, even, even, {"bias": wide_bias}, True, True, True),
+        (full, even, even, {"bias": wide_bias.astype(np.float32)}, False, False, False),
         (narrow, narrow, narrow, {"bias": bias}, True, True, True),
         (full, full, full, {"bias": bias, "softcap": 3.0, "mask": mask}, False, False, False),
         (

@@ -7,7 +7,9 @@ from typing import Literal, NamedTuple, Self
 from cuflash._kernels import portable
 from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
+from cuflash._kernels.score_config import Floats, register_pressure
 from cuflash._kernels.tables import Row
+from cuflash._problem.problem import HALVES, Problem
 
 GradOf = Literal["bias", "alibi_slopes", "scale"]
 #: A sum for each pair, for each key over its queries, or for each query over its keys.
@@ -34,9 +36,15 @@ ROWS = (
 )
 
 
+WIDEST_AHEAD = 64  # head size with room for the operands of a second entry (D204)
+
+
 class Own(NamedTuple):
     grad_of: GradOf
     sums_to: SumsTo
+    sums_dtype: Floats = "none"  # in which they are stored; none: that of lse
+    holds_bias: bool = False  # does each lane keep the bias of its pairs, for all entries?
+    num_stages: int = 1  # buffers of operands: with two, those of the next entry are under way
 
 
 class BackwardScoreConfig(KernelConfig):
@@ -53,14 +61,36 @@ class BackwardScoreConfig(KernelConfig):
             + self.operand_parts * self.tile_bytes(self.block_n, columns)
             for columns in (self.head_dim, self.head_dim_v)
         )
+        tiles *= int(self.num_stages)
         return -(-(tiles + self.real_bytes * int(self.num_warps * self.block_n)) // 128) * 128
 
+    def check(self) -> None:
+        if self.num_stages not in (1, 2):
+            raise ValueError(f"{self.num_stages=} must be 1 or 2")
+
     @classmethod
-    def of(cls, request: Request, grad_of: GradOf, sums_to: SumsTo) -> Self:
+    def of(
+        cls, request: Request, grad_of: GradOf, sums_to: SumsTo, sums_dtype: Floats = "none"
+    ) -> Self:
         """The first tile of its row that fits; on CUDA cores where none does."""
-        own = portable.fields(cls, request) | {"grad_of": grad_of, "sums_to": sums_to}
-        slopes = grad_of == "alibi_slopes"
+        own = portable.fields(cls, request) | {
+            "grad_of": grad_of, "sums_to": sums_to, "sums_dtype": sums_dtype,
+        }  # fmt: skip
+        problem, slopes = request.problem, grad_of == "alibi_slopes"
+        by_entries = sums_to == "pairs" and problem.cu_seqlens_q is None and not request.simt
+        if by_entries and problem.dtype in HALVES:
+            narrow = max(own["head_dim"], own["head_dim_v"]) <= WIDEST_AHEAD
+            own["holds_bias"] = narrow and _can_be_held(problem)  # 128 columns leave no registers
+            own["num_stages"] = 2 if narrow and problem.segment_ids_q is None else 1
         values = portable.candidates(cls, ROWS, request, own, general=slopes)
+        if own.get("num_stages") == 2 and register_pressure(problem) <= 1:
+            values = [values[0] | {"blocks_per_sm": 3}, *values]
         for found in portable.fitting(cls, values, request.smem_limit):
             return found
-        return cls.of(request._replace(simt=True), grad_of, sums_to)
+        return cls.of(request._replace(simt=True), grad_of, sums_to, sums_dtype)
+
+
+def _can_be_held(problem: Problem) -> bool:
+    """Whether a formula does not ask for the bias, and it is no wider than scores."""
+    asked = problem.formulas is not None and problem.formulas.score_mod
+    return problem.bias is not None and problem.bias.dtype.itemsize <= 4 and not asked

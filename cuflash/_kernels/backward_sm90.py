@@ -17,7 +17,7 @@ class BackwardOnePassConfig(fused_backward.AllGradientsConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of every kernel that owns keys, two of ds, one of dq; in whole KiB."""
+        """Tiles of every kernel that owns keys, two of ds, one of dq, buffers of a bias."""
         ds = 2 * wgmma.panel_bytes(self, self.block_n, self.block_m)
-        staged = 4 * int(self.block_m * self.head_dim)
+        staged = 4 * int(self.block_m * self.head_dim) + 8192 * int(self.bias_stages)
         return wgmma.key_owner_bytes(self) + ds + staged + 1024

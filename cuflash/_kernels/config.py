@@ -22,6 +22,8 @@ Precision = Literal["ieee", "tf32"]
 
 #: What a padded tile width may be.
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
+#: The same with what only kernels of Hopper have tiles for.
+ALL_HEAD_DIMS = (*HEAD_DIMS[:3], 80, *HEAD_DIMS[3:])
 #: Shared memory that the system keeps for itself in every thread block.
 RESERVED_SMEM = 1024
 ELEMENT_BYTES = {
@@ -52,8 +54,8 @@ class Operands(NamedTuple):
             raise ValueError(f"{self.copy_bytes=} must be 2, 4, 8 or 16")
         if self.copy_bytes < ELEMENT_BYTES[self.dtype]:
             raise ValueError(f"{self.copy_bytes=} is less than an element of {self.dtype}")
-        if self.head_dim_v not in HEAD_DIMS:
-            raise ValueError(f"{self.head_dim_v=} must be one of {HEAD_DIMS}")
+        if self.head_dim_v not in ALL_HEAD_DIMS:
+            raise ValueError(f"{self.head_dim_v=} must be one of {ALL_HEAD_DIMS}")
 
 
 class Products(NamedTuple):
@@ -65,8 +67,8 @@ class Products(NamedTuple):
     simt: bool = False  # do CUDA cores multiply, operands where they lie?
 
     def check(self) -> None:
-        if self.head_dim not in HEAD_DIMS:
-            raise ValueError(f"{self.head_dim=} must be one of {HEAD_DIMS}")
+        if self.head_dim not in ALL_HEAD_DIMS:
+            raise ValueError(f"{self.head_dim=} must be one of {ALL_HEAD_DIMS}")
 
 
 class Tile(NamedTuple):

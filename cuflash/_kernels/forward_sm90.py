@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple, Self
 
-from cuflash._kernels import portable, split_keys, wgmma
-from cuflash._kernels.config import SCORED
+from cuflash._kernels import look_ups, portable, split_keys, wgmma
+from cuflash._kernels.config import ELEMENT_BYTES, SCORED
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import (
     Floats,
     dtype_of,
     needs_score_math,
+    present,
     register_pressure,
     scale_in_exponent,
 )
@@ -20,6 +21,7 @@ from cuflash._kernels.tables import Row
 #: Of each row block_m, block_n, num_stages, num_q_stages, overlap_quarters.
 ROWS = (
     Row("", (64, 64), (192, 128, 4, 2, 0), "D100"),
+    Row("", (80, 80), (128, 128, 2, 2, 4)),
     Row("", (96, 96), (128, 128, 2, 2, 4), "D17"),
     Row("", (128, 128), (128, 128, 2, 2, 4), "D96"),
     Row("", (192, 128), (128, 128, 2, 1, 2)),
@@ -38,6 +40,7 @@ ROWS = (
     # Score math: look-ups branch, which nothing may do while products are in flight, and all of
     # these options take registers.
     Row("score math", (64, 64), (128, 128, 4, 2, 0)),
+    Row("score math", (80, 80), (128, 128, 2, 2, 0)),
     Row("score math", (96, 96), (128, 128, 2, 2, 0)),
     Row("score math", (128, 128), (128, 128, 2, 2, 0)),
     Row("score math", (192, 128), (128, 128, 2, 1, 0)),
@@ -58,16 +61,30 @@ ROWS = (
     # Each value of a bias waits in a register for the product that it is added to: the widest
     # blocks that spill nothing by NVRTC 12.9 and 13.5.
     Row("bias", (64, 64), (128, 96, 4, 2, 0)),
+    Row("bias", (80, 80), (128, 96, 2, 2, 0)),
     Row("bias", (96, 96), (128, 96, 2, 2, 0)),
-    Row("bias", (128, 128), (128, 96, 2, 2, 0), "D10"),
+    Row("bias", (128, 128), (128, 96, 2, 2, 0), "D9"),
     Row("bias", (192, 128), (128, 96, 2, 1, 0)),
     Row("bias", (192, 192), (128, 64, 2, 1, 0)),
     Row("bias", (256, 256), (128, 48, 2, 1, 0)),
+    # A bias, or a mask alone, that comes through shared memory: registers are left, and a full
+    # block keeps its reference. Buffers of a bias take the room of a second q at 128 columns.
+    Row("bias tiles", (64, 64), (128, 128, 4, 2, 1)),
+    Row("bias tiles", (80, 80), (128, 128, 2, 1, 4)),
+    Row("bias tiles", (96, 96), (128, 128, 2, 1, 4)),
+    Row("bias tiles", (128, 128), (128, 128, 2, 1, 4), "D9"),
+    Row("mask tiles", (64, 64), (128, 128, 4, 2, 1)),
+    Row("mask tiles", (80, 80), (128, 128, 2, 2, 4)),
+    Row("mask tiles", (96, 96), (128, 128, 2, 2, 4)),
+    Row("mask tiles", (128, 128), (128, 128, 2, 2, 4), "D8"),
     # Segments, whose ids are looked up for each key, or a left bound with packing or a bias.
     Row("crowded, packed", (128, 128), (128, 64, 2, 2, 0)),
     Row("crowded", (192, 128), (128, 64, 2, 1, 0)),
     Row("crowded", (192, 192), (128, 48, 2, 1, 0)),
 )
+WIDEST_LOOK_UP = 128  # head size beside which shared memory has room for a mask or a bias
+_MASK_STAGES = 2
+_BIAS_BYTES = 4  # of a buffer's value times buffers
 _NARROW = 4096  # keys that one query sees
 _GAIN_OF_192_ROWS = 1.15
 
@@ -81,6 +98,10 @@ class Own(NamedTuple):
     overlaps: bool = False  # does the kernel that combines them start meanwhile?
     joins: bool = False  # is there a result over other keys, which this one joins?
     paged: bool = False  # do keys and values lie in pages, which a table puts in order?
+    #: Blocks of a bias, or of a mask, in shared memory for each warpgroup; 0: it is read where it
+    #: lies.
+    bias_stages: int = 0
+    mask_stages: int = 0
 
 
 class ForwardSm90Config(wgmma.WarpgroupsConfig):
@@ -101,6 +122,12 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
             raise ValueError(f"{self.num_q_stages=} must be 1 or 2")
         if self.overlap_quarters not in range(5):
             raise ValueError(f"{self.overlap_quarters=} must be from 0 to 4")
+        if (self.bias_stages or self.mask_stages) and (
+            self.block_m != 128
+            or self.block_n % (128 if self.mask_stages else 64)
+            or max(self.head_dim, self.head_dim_v) > 128
+        ):
+            raise ValueError(f"{self.bias_stages=} and {self.mask_stages=} take tiles of 128 rows")
         if self.num_q_stages == 2 and self.head_dim_v > self.head_dim:
             raise ValueError(f"{self.head_dim_v=} does not fit into a tile of q: {self.head_dim=}")
 
@@ -109,7 +136,12 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         """Rings of q, k and v in panels of 64 columns, and a KiB of barriers."""
         q_rows, k_rows = self.num_q_stages * self.block_m, self.num_stages * self.block_n
         rings = wgmma.panel_bytes(self, q_rows, self.head_dim)
-        return rings + wgmma.panel_bytes(self, k_rows, self.head_dim, self.head_dim_v) + 1024
+        rings += wgmma.panel_bytes(self, k_rows, self.head_dim, self.head_dim_v)
+        pairs = int(self.block_m * self.block_n)
+        rings += pairs * int(self.mask_stages)
+        if self.bias_stages:
+            rings += pairs * int(self.bias_stages) * ELEMENT_BYTES[self.bias]
+        return rings + 1024
 
     @classmethod
     def eligible(cls, request: Request) -> str:
@@ -161,11 +193,13 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
+        problem, stages = request.problem, look_up_stages(request)
         fields = wgmma.fields(cls, request, ROWS, _holding(request))
-        problem = request.problem
         # Thread blocks draw the tiles of packed sequences: none has one part of one tile.
         if split_keys.wanted(request) and problem.cu_seqlens_q is None:
             fields |= split_keys.fields(request)
+        else:
+            fields |= stages
         if problem.pages is not None:
             size, block_n = problem.pages.size, fields["block_n"]
             if size % block_n and block_n % size:
@@ -174,13 +208,36 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         return (cls(**fields, sink=dtype_of(problem.sink), joins=problem.joins),)
 
 
+def look_up_stages(request: Request) -> dict[str, int]:
+    """Buffers of a bias or a mask that comes through shared memory; empty where none does."""
+    problem = request.problem
+    if (
+        wgmma.widest(problem) > WIDEST_LOOK_UP
+        or problem.cu_seqlens_q is not None
+        or problem.pages is not None
+        or problem.joins
+        or problem.out.dtype != problem.dtype
+        or split_keys.wanted(request)
+    ):
+        return {}
+    if problem.bias is not None:
+        # Bounds on both sides and lengths beside it spill.
+        if problem.window_left is not None or not look_ups.bias_comes(request):
+            return {}
+        return {"bias_stages": _BIAS_BYTES // problem.bias.dtype.itemsize}
+    alone = present(problem, "cap", "add", "see", "weight") == {"mask"}
+    if not alone or problem.formulas is not None or not scale_in_exponent(problem):
+        return {}
+    return {"mask_stages": _MASK_STAGES} if look_ups.come_by_rows(problem.mask, request) else {}
+
+
 def _holding(request: Request) -> dict[str, bool]:
     """What holds of a request, in the words of the table."""
     problem, folded = request.problem, scale_in_exponent(request.problem)
     packed, biased = problem.cu_seqlens_q is not None, problem.bias is not None
     lengths = problem.q_lengths is not None or problem.kv_lengths is not None
     sliding, sink = problem.window_left is not None, problem.sink is not None
-    few_rows = _has_few_rows(request)
+    few_rows, stages = _has_few_rows(request), look_up_stages(request)
     few_tiles = not folded or portable.num_tiles(problem, 128) <= request.num_sms
     narrow = problem.window_keys is not None and problem.window_keys <= _NARROW
     # Three warpgroups have no registers for a sink and bounds from arrays.
@@ -202,6 +259,8 @@ def _holding(request: Request) -> dict[str, bool]:
         "packed": packed,
         "left bound": sliding,
         "bias": biased,
+        "bias tiles": "bias_stages" in stages,
+        "mask tiles": "mask_stages" in stages,
         "crowded": problem.segment_ids_q is not None
         or (needs_score_math(problem) and sliding and (packed or biased)),
     }

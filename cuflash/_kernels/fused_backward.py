@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, Self
 
-from cuflash._kernels import portable, wgmma
+from cuflash._kernels import look_ups, portable, wgmma
 from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import needs_score_math
+from cuflash._kernels.score_config import needs_score_math, register_pressure
 from cuflash._kernels.tables import Row, smallest
-from cuflash._problem.problem import Problem
 
 #: The fastest of benchmarks/sweeps on an H100 SXM; up to 128 of backward_sm90, else of
 #: backward_pair_sm90.
@@ -24,7 +23,8 @@ ROWS = (
     Row("", (256, 256), (64, 64, 2, False), "D101"),
 )
 WIDEST_ALONE = 128  # padded head size that one thread block holds the results of
-_WIDEST_WITH_BIAS = 96  # the same beside a bias
+_WIDEST_CROWDED = 96  # the same beside a bias that is read where it lies, or two other options
+_BIAS_STAGES = 4  # as many as fit (D190)
 
 
 class Own(NamedTuple):
@@ -35,6 +35,7 @@ class Own(NamedTuple):
     deterministic: bool  # do tiles add one after the other?
     split_queries: bool = False  # are the queries of a tile dealt out to several thread blocks?
     split_rows: bool = False  # even those of one batch entry?
+    bias_stages: int = 0  # buffers of a bias in shared memory; 0: it is read where it lies
 
 
 class AllGradientsConfig(wgmma.WarpgroupsConfig):
@@ -65,8 +66,8 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
                 "a pair of thread blocks begins with the first row of the arrays",
             ),
             (
-                _crowded(problem),
-                "registers do not hold a bias beside results of this head size",
+                _crowded(request),
+                "registers do not hold a bias of these strides, or beside that many options",
             ),
         )
         if not reason and pair != (smallest(ROWS, problem)[0] > WIDEST_ALONE):
@@ -75,12 +76,24 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        return (cls(**wgmma.fields(cls, request, ROWS), deterministic=request.deterministic),)
+        fields = wgmma.fields(cls, request, ROWS)
+        fields["bias_stages"] = bias_stages(request)
+        return (cls(**fields, deterministic=request.deterministic),)
 
 
-def _crowded(problem: Problem) -> bool:
+def bias_stages(request: Request) -> int:
+    """Buffers of a bias, of 16 bits beside 128 columns; none where it is read where it lies."""
+    bias = request.problem.bias
+    comes = bias is not None and bias.dtype.itemsize == 2 and look_ups.bias_comes(request)
+    return _BIAS_STAGES if comes and smallest(ROWS, request.problem)[0] == WIDEST_ALONE else 0
+
+
+def _crowded(request: Request) -> bool:
     """Are there no registers for a bias?"""
-    return problem.bias is not None and smallest(ROWS, problem)[0] > _WIDEST_WITH_BIAS
+    problem = request.problem
+    if problem.bias is None or smallest(ROWS, problem)[0] <= _WIDEST_CROWDED:
+        return False
+    return register_pressure(problem) > 1 or not bias_stages(request)
 
 
 def wins(request: Request, config: KernelConfig) -> bool:

@@ -60,7 +60,7 @@ def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
             tiles = num_tiles(problem, problem.seqlen_q, config.block_m)
         case "sums" if step.sums is not None:
             tiles = step.sums.tiles(problem, config.block_m, config.block_n)
-            summed = step.sums.summed
+            summed = step.sums.summed_axes()
         case "dkv" | "dqkv" | "parts":
             tiles = num_tiles(problem, problem.seqlen_k, config.own_rows)
             summed = (problem.k if getattr(config, "grad_k", True) else problem.v).summed
@@ -75,15 +75,23 @@ def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
         if config.computes == "out":
             layouts |= {"out": parts["out_parts"], "lse": parts["lse_parts"]}
     if step.sums is not None:
-        layouts = {**layouts, "sums": step.sums.layout()}
+        own = layouts.get(sums_of(step.gradient), step.sums.layout())
+        layouts = {**layouts, "sums": own}
     elif config.computes in ("dqkv", "convert"):
         layouts = {**layouts, "sums": dq_sums_layout(problem, config)}
     absent = Layout(1, (0,) * len(problem.batch))
     names = kernel_params.pointer_names(kernel_params.STRUCTS[config.params])
     operands = {name: layouts.get(name, absent) for name in names}
+    batch, strides = problem.batch, [layout.batch for layout in operands.values()]
+    if step.sums is not None and step.sums.parts > 1:
+        strides = [
+            of if name == "sums" else step.sums.strides(of, batch)
+            for name, of in zip(operands, strides, strict=True)
+        ]
+        batch = step.sums.axes(batch)
     grid = plan_grid(
-        problem.batch,
-        [layout.batch for layout in operands.values()],
+        batch,
+        strides,
         summed,
         tiles * getattr(config, "split_columns", 1),
         kernel_params.MAX_BATCH_AXES - (problem.cu_seqlens_q is not None),

@@ -144,15 +144,26 @@ def backward(
         dout, out, lse, dlse = read = _read(problem, saved)
         written = _written(problem, gradients)
         results = {f"d{name}": array for name, array in written.items()}
-        sums = {n: score_sums(problem, n, gradients[n].shape) for n in SUMMED if n in gradients}
+        num_sms = hardware.of_device(device).multiprocessors
+        sums = {
+            n: score_sums(problem, n, gradients[n].shape, num_sms) for n in SUMMED if n in gradients
+        }
         if sums or "sink" in gradients:
             refuse_capture("wrt", "q, k and v alone: the others need memory of their own")
-        totals = {sums_of(name): cupy.zeros(own.shape, real) for name, own in sums.items()}
+        totals = {
+            sums_of(n): gradients[n] if own.is_gradient else cupy.zeros(own.shape, real)
+            for n, own in sums.items()
+        }
+        laid_out = {
+            sums_of(n): score_gradients.layout(problem, gradients[n])
+            for n, own in sums.items() if own.is_gradient
+        }  # fmt: skip
         addresses = _addresses(
             held, q=q, k=k, v=v, **read._asdict(), **results, **totals
         ) | _first_entry(problem)
         plan, memory = _prepared(
-            problem, device, addresses, lambda: _gradient_layouts(problem, read, written),
+            problem, device, addresses,
+            lambda: _gradient_layouts(problem, read, written) | laid_out,
             workspace, dout.strides, out.strides, out.dtype, lse.strides,
             None if dlse is None else dlse.strides,
             *((name, a.shape, a.strides, a.dtype) for name, a in written.items()),
@@ -167,7 +178,8 @@ def backward(
         for name in (name for name in written if written[name] is not gradients[name]):
             write_rounded(gradients[name], written[name])
         ends, lengths = held.get("cu_seqlens_q"), held.get("q_lengths")
-        for name, own in sums.items():
+        for name in (n for n, own in sums.items() if not own.is_gradient):
+            own = sums[name]
             score_gradients.write(problem, name, own, totals[sums_of(name)], gradients[name], ends)
         if "sink" in gradients:
             score_gradients.write_sink(
@@ -290,7 +302,11 @@ def _prepared(
     """
     bits, out_bits = addresses["q"] | addresses["k"] | addresses["v"], addresses["out"] & 15
     bits = (bits if wanted is None else bits | addresses["dout"]) & 15
-    key = (wanted is None, problem, device, override, deterministic, bits, out_bits, *laid_out)
+    look_up_bits = (addresses.get("bias", 0) | addresses.get("mask", 0)) & 15
+    key = (
+        wanted is None, problem, device, override, deterministic, bits, out_bits, look_up_bits,
+        *laid_out,
+    )  # fmt: skip
     plan = plan_cache.find(key)
     layouts = lay_out() if plan is None else plan.layouts
     if plan is None or functools.reduce(operator.or_, addresses.values()) & 7:
@@ -303,6 +319,7 @@ def _prepared(
         lambda call, at, config: maps_of(call, at, config, addresses) is not None,
         address_bits=bits,
         out_bits=0 if wanted is None else (addresses["dout"] | addresses["out"]) & 15,
+        look_up_bits=look_up_bits,
     )
     steps = choose(
         problem, own, access, wanted=wanted, override=override, deterministic=deterministic

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 
 import cupy
@@ -10,6 +12,7 @@ import numpy as np
 
 from cuflash._arrays import Array, write_rounded
 from cuflash._kernels.backward_dscore_sm80 import GradOf
+from cuflash._problem.layout import Layout
 from cuflash._problem.operand import Operand, canonical_view, option_operand
 from cuflash._problem.problem import Problem
 from cuflash._select.score_sums import ScoreSums
@@ -29,6 +32,8 @@ def write(
         return
     core: tuple[int, ...] = gradient.shape[-2:] if name == "bias" else ()
     operand, view = _canonical(problem, gradient, core)
+    if own.parts > 1:
+        sums = functools.reduce(operator.add, sums)  # in the order of parts
     if name == "bias":
         if own.sums_to == "queries":
             sums = sums.sum(-1, keepdims=True) if core[0] == 1 else sums
@@ -41,6 +46,11 @@ def write(
         write_rounded(view, sums.sum(-1))
     else:
         write_rounded(view, _added(of_sequences(sums, ends), operand.summed[:1]))
+
+
+def layout(problem: Problem, gradient: Array) -> Layout:
+    """Where a kernel writes the gradient of a bias itself."""
+    return Layout.of(_canonical(problem, gradient, gradient.shape[-2:])[0])
 
 
 def write_sink(

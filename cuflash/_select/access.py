@@ -26,6 +26,7 @@ class Access(NamedTuple):
     has_maps: Callable[[Problem, Layouts, KernelConfig], bool]
     address_bits: int = 0  # the last four bits of the addresses of q, k, v and dout, by or
     out_bits: int = 0  # the same of dout and out
+    look_up_bits: int = 0  # the same of a bias and a mask
 
     def copy_bytes(self, problem: Problem, *names: str, address_bits: int | None = None) -> int:
         """Widest copy that the rows of these arrays allow."""

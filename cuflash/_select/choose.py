@@ -103,7 +103,10 @@ def choose(
     if wanted is None:
         problem, layouts = with_shared_rows(problem, dict(access.layouts))
         access = access._replace(layouts=layouts)
-        request = request_of(problem, hardware, access.copy_bytes(problem, "q", "k", "v"))
+        request = request_of(
+            problem, hardware, access.copy_bytes(problem, "q", "k", "v"),
+            look_up_bits=access.look_up_bits,
+        )  # fmt: skip
         call = _Call(request, hardware, access, only)
         return (*steps, *_forward(call, override))
     names = frozenset(wanted.shapes)
@@ -112,6 +115,7 @@ def choose(
     request = request_of(
         problem, hardware, access.copy_bytes(problem, "dout", "q", "k", "v"),
         deterministic=deterministic, keys=names & {"k", "v"}, grad_dtype=wanted.dtype,
+        look_up_bits=access.look_up_bits,
     )  # fmt: skip
     call = _Call(request, hardware, access, only)
     return (*steps, *_backward(call, wanted, names, override or BackwardConfigs()))
@@ -147,10 +151,9 @@ def _backward(
             steps += map(LaunchStep, _chosen("dq", call, override.q))
     for name in SUMMED:
         if name in names:
-            sums = score_sums(problem, name, wanted.shapes[name])
-            steps.append(
-                LaunchStep(BackwardScoreConfig.of(request, name, sums.sums_to), name, sums)
-            )
+            sums = score_sums(problem, name, wanted.shapes[name], request.num_sms)
+            config = BackwardScoreConfig.of(request, name, sums.sums_to, sums.dtype)
+            steps.append(LaunchStep(config, name, sums))
     return steps
 
 

@@ -29,6 +29,14 @@ CUFLASH_DEVICE void cp_async(uint32_t smem, const void* source, bool valid) {
   }
 }
 
+// Copies the first `existing` of 16 bytes and fills the others with zeros.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
+CUFLASH_DEVICE void cp_async_some(uint32_t smem, const void* source, int existing) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem), "l"(source),
+               "r"(existing)
+               : "memory");
+}
+
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-commit-group
 CUFLASH_DEVICE void cp_async_commit() {
   if constexpr (!Config::simt) asm volatile("cp.async.commit_group;" ::: "memory");

@@ -43,6 +43,12 @@ CUFLASH_DEVICE void mbarrier_arrive_expect_if(uint32_t barrier, int bytes, bool 
       : "memory");
 }
 
+// Arrives when all copies that this thread has started are there: one of the expected arrivals.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-cp-async-mbarrier-arrive
+CUFLASH_DEVICE void mbarrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Returns once the phase of this parity is over; a fresh barrier counts as past its odd phase.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
 CUFLASH_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {

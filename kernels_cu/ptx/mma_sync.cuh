@@ -86,6 +86,18 @@ CUFLASH_DEVICE Value load_shared(uint32_t smem) {
   return x;
 }
 
+CUFLASH_DEVICE uint32_t load_shared_16(uint32_t smem) {
+  uint16_t x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(smem));
+  return x;
+}
+
+CUFLASH_DEVICE float2 load_shared_pair(uint32_t smem) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(smem));
+  return pair;
+}
+
 CUFLASH_DEVICE void load_shared(double& first, double& second, uint32_t smem) {
   asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(first), "=d"(second) : "r"(smem));
 }

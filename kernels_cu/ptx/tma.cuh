@@ -49,6 +49,16 @@ CUFLASH_DEVICE void tma_store(const TensorMap& map, uint32_t smem, int column, i
       : "memory");
 }
 
+// Bytes in one piece, multiples of 16 at such addresses; `barrier` was told to expect them.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
+CUFLASH_DEVICE void bulk_load(uint32_t smem, const void* from, int bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // Bytes in one piece, multiples of 16 at such addresses; the source may change as for tma_store.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
 CUFLASH_DEVICE void bulk_store(float* to, uint32_t smem, int bytes) {

@@ -40,6 +40,7 @@ namespace cuflash::ptx {
 // Columns of scores of keys that stay in registers, and of out, dk, dv and dq: padded head sizes.
 CUFLASH_PTX_WGMMA_RS(32, 16, 16, 17, 18, 19, 20, 21, 22)
 CUFLASH_PTX_WGMMA_RS(64, 32, 32, 33, 34, 35, 36, 37, 38)
+CUFLASH_PTX_WGMMA_RS(80, 40, 40, 41, 42, 43, 44, 45, 46)
 CUFLASH_PTX_WGMMA_RS(96, 48, 48, 49, 50, 51, 52, 53, 54)
 CUFLASH_PTX_WGMMA_RS(128, 64, 64, 65, 66, 67, 68, 69, 70)
 CUFLASH_PTX_WGMMA_RS(192, 96, 96, 97, 98, 99, 100, 101, 102)

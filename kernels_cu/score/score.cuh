@@ -201,6 +201,7 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
   CUFLASH_DEVICE const BiasValue* first_bias() const {
     return static_cast<const BiasValue*>(params.bias) + bias_offset;
   }
+  CUFLASH_DEVICE static Real real_bias(BiasValue x) { return finite_real<Config::bias>(x); }
 
   template <int tiles>
   using BiasOf = PairValues<Config::bias, tiles>;

@@ -53,6 +53,8 @@ CUFLASH_DEVICE RowEnd end_of_row(const Score& score, const BatchIndex& entry, Re
 // references are rounded one by one, infinities may be left from before its reference came near.
 CUFLASH_DEVICE bool is_unsure(const Score& score, Real reference, Real sum) {
   const bool overflowed = Config::scale_in_exponent && !(fabs(sum) < infinity());
+  // A bias of -inf was added to a NaN, or to infinity.
+  if constexpr (Config::bias_stages > 0) return is_quiet_nan(sum);
   return Score::recomputes_far_rows && (score.is_far(reference) || overflowed);
 }
 

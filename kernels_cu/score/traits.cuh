@@ -13,13 +13,17 @@ struct ScoreTraits {
   static constexpr bool has_segments = Config::segment_ids != Dtype::none;
   using Id = Storage<Config::segment_ids>;
 
-  // Is visibility looked up pair by pair, whichever the block?
-  static constexpr bool hides_pairs =
-      Config::mask || (Config::bias != Dtype::none && !Config::key_bias) || Config::mask_mod;
+  // Is visibility looked up pair by pair, whichever the block? What comes through shared memory is
+  // there for every pair.
+  static constexpr bool hides_pairs = (Config::mask && !Config::mask_stages) ||
+                                      (Config::bias != Dtype::none && !Config::key_bias &&
+                                       !Config::bias_stages && !Config::holds_bias) ||
+                                      Config::mask_mod;
 
   // Can a row see nothing although it lies within the row range of some key? Lengths and windows
   // cannot cause that: they leave an interval of keys to each row.
-  static constexpr bool may_hide_rows = hides_pairs || has_segments;
+  static constexpr bool may_hide_rows = hides_pairs || has_segments || Config::mask_stages ||
+                                        Config::bias_stages || Config::holds_bias;
 
   static constexpr bool is_capped = Config::softcap;
   static constexpr bool has_slopes = Config::alibi_slopes != Dtype::none;
@@ -58,7 +62,7 @@ struct ScoreTraits {
       Config::alibi_slopes == Dtype::none && Config::head_dim_v <= 192;
 
   // Is a bias looked up so? Neither bounds on both sides nor values of float64 leave the registers.
-  static constexpr bool reads_bias_ahead = Config::bias != Dtype::none &&
+  static constexpr bool reads_bias_ahead = Config::bias != Dtype::none && !Config::bias_stages &&
                                            Config::bias != Dtype::float64 && !Config::window_left &&
                                            Config::head_dim <= 128;
 

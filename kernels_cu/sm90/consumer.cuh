@@ -16,6 +16,7 @@ struct Consumer {
   const int warpgroup;                // of the consumers
   Ring<Config::num_stages> ring;      // of k and v; at the block whose p v is pending, or the next
   Ring<Config::num_q_stages> q_ring;  // counts tiles
+  Ring<look_up_stages> look_up_ring;
   SplitSoftmax softmax;
   float o_acc[1][o_tiles][4];
   float block_acc[1][is_fp8 ? o_tiles : 1][4];  // p v of one block of e4m3
@@ -147,7 +148,7 @@ struct Consumer {
     ptx::wgmma_wait<0>();
     ptx::pin(flat(s_acc));
     release_scores(is_last);
-    if (keys == Keys::all && !masked) {
+    if (keys == Keys::all && !masked && !looks_up) {
       online_softmax<Edge::none>(s_acc, score, rows.first_row, first_key, prefetched);
     } else if (Score::masks_before_full && (Score::has_segments || !rows.own.has_full())) {
       online_softmax<Edge::both>(s_acc, score, rows.first_row, first_key, prefetched);
@@ -185,9 +186,15 @@ struct Consumer {
     const auto dropped = dropped_pairs<s_tiles>(score, rows, first_key);
     wait_for_scores(s_acc);
     release_scores(is_last);
+    if constexpr (looks_up) {
+      look_up<Edge::none>(s_acc, score, rows.first_row, first_key);
+      softmax.rescale[0] = softmax.rescale[1] = 1.0f;
+      if (warp_agrees(softmax.has_low_reference())) softmax.raise_low_references(s_acc, score);
+    }
     softmax.keep_reference();
     exponentiate_full(s_acc, score, rows, first_key);
     end_product(before);
+    if constexpr (looks_up) softmax.rescale_rows(o_acc);
     if (warp_agrees(softmax.outgrown())) {
       bool lost[2];
       softmax.follow_weights(s_acc, score, lost);
@@ -288,12 +295,34 @@ struct Consumer {
   template <Edge edge, int tiles>
   CUFLASH_DEVICE void online_softmax(float (&s_acc)[1][tiles][4], const Score& score, int first_row,
                                      int first_key, const PrefetchedMaskBias<tiles>& prefetched) {
-    apply_score<edge>(s_acc, score, first_row, first_key, prefetched);
+    if constexpr (looks_up) {
+      look_up<edge>(s_acc, score, first_row, first_key);
+    } else {
+      apply_score<edge>(s_acc, score, first_row, first_key, prefetched);
+    }
     softmax.find_maximum(s_acc, score);
     exponentiate(s_acc, [&](float value, int, int i) {
       return score.exponent(value, softmax.shift[i / 2]);
     });
     softmax.add_block();
+  }
+
+  // The mask or bias that comes through shared memory is applied, and bounds at an edge.
+  template <Edge edge, int tiles>
+  CUFLASH_DEVICE void look_up(float (&s_acc)[1][tiles][4], const Score& score, int first_row,
+                              int first_key) {
+    apply_look_up(s_acc, smem.look_ups, warpgroup, look_up_ring, score);
+    if constexpr (edge != Edge::none) {
+      const LaneIndices lane(first_row, first_key);
+      unrolled<2>([&](int half) {
+        const ColumnBits seen =
+            ColumnBits::within(score.kv_range_from(lane.key, lane.row + 8 * half));
+        unrolled<tiles, 2>([&](int t, int i) {
+          float& value = s_acc[0][t][2 * half + i];
+          value = seen.contains(t, i) ? value : -infinity();
+        });
+      });
+    }
   }
 
   // The same of a full block, against the reference as it is.
@@ -302,7 +331,11 @@ struct Consumer {
     const LaneIndices lane(rows.first_row, first_key);
     const RowExponents of_row[2] = {{score, lane.row, lane.key, softmax.shift[0]},
                                     {score, lane.row + 8, lane.key, softmax.shift[1]}};
-    if constexpr (Score::is_capped) {
+    if constexpr (loads_bias) {
+      exponentiate(s_acc, [&](float logit, int, int i) {
+        return score.exponent(logit, softmax.shift[i / 2]);
+      });
+    } else if constexpr (Score::is_capped) {
       unrolled<exponent_parts<s_tiles>>([&](int part) { form_exponents(s_acc, part, of_row); });
       exponentiate(s_acc, [](float exponent, int, int) { return exponent; });
     } else {

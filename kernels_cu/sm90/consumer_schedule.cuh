@@ -17,8 +17,9 @@ constexpr bool halves_first = halves && Score::masks_before_full;
 // or packed sequences leave no registers for it.
 constexpr bool is_light_enough =
     Config::scale_in_exponent || (!Score::has_segments && Config::cu_seqlens == Dtype::none);
-constexpr bool keeps_reference =
-    Score::exponent_of_product && is_light_enough && !Config::dropout && Config::head_dim <= 128;
+constexpr bool keeps_reference = looks_up || (Score::exponent_of_product && is_light_enough &&
+                                              !Config::dropout && Config::head_dim <= 128);
+static_assert(!loads_mask || Config::scale_in_exponent, "hidden is what is -inf before its scale");
 constexpr bool may_bend = Score::has_slopes;
 // The softmax of one warpgroup runs under the products of another. Where there are three, those
 // of a narrow block are too short for that, and the order only delays them. Two find their order

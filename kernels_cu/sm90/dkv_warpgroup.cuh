@@ -145,27 +145,30 @@ struct DkvWarpgroup {
     return {score, first_row, warp_key};
   }
 
-  // The bias at the pairs of a lane.
-  struct Bias {
+  // The bias at the pairs of a lane, read where it lies.
+  struct GlobalBias {
     Score::BiasOf<tiles> of_key[2];
 
-    CUFLASH_DEVICE Bias(const Score& score, const LaneIndices& lane)
+    CUFLASH_DEVICE GlobalBias(const Score& score, const LaneIndices& lane)
         : of_key{score.bias_of_key<tiles>(lane.key, lane.row),
                  score.bias_of_key<tiles>(lane.key + 8, lane.row)} {}
     CUFLASH_DEVICE float operator()(int t, int half, int i) const { return of_key[half](t, i); }
   };
 
   // Where scores take more: raw products become p score', frag the operand p^T.
-  template <bool masked>
+  template <bool masked, typename Bias>
   CUFLASH_DEVICE void compute_p_and_weights(float (&s_acc)[1][tiles][4],
                                             const KeptBits<1, tiles>& kept, const Score& score,
-                                            const Bias& bias, int first_row, int first_key,
+                                            Bias&& bias, int first_row, int first_key,
                                             int first = 0) {
     const LaneIndices lane(first_row + first, first_key);
     ColumnBits seeing[2];
     if constexpr (masked) find_seeing(seeing, score, lane);
     const float* lse = smem.lse[ring.stage()] + (lane.row - first_row);
-    unrolled<2, tiles>([&](int half, int t) {
+    unrolled<2 * tiles>([&](int n) {
+      // A bias in shared memory comes by rows of queries.
+      const int t = Config::bias_stages ? n / 2 : n % tiles;
+      const int half = Config::bias_stages ? n % 2 : n / tiles;
       float p[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {

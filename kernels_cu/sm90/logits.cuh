@@ -59,7 +59,7 @@ CUFLASH_DEVICE void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
                                                 : score.bias_of_row<tiles>(q_idx, lane.key);
       ColumnBits seen;
       if constexpr (edge != Edge::none && Score::has_mask_alone) {
-        seen = prefetched.shown[half];
+        seen = prefetched.shown[half];  // within bounds
       } else if constexpr (edge != Edge::none) {
         seen = score.seen_of_row<tiles>(q_idx, lane.key, keys);
         if constexpr (bounds_as_bits) {

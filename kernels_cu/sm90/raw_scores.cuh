@@ -60,7 +60,13 @@ CUFLASH_DEVICE void recompute_weights(float (&s_acc)[1][tiles][4], float (&o_acc
                                       int first_key) {
   const LaneIndices lane(first_row, first_key);
   const auto applied = [&](float product, int t, int i) {
-    return score.apply(product, lane.row + 8 * (i / 2), lane.key + 8 * t + i % 2);
+    int q_idx = lane.row + 8 * (i / 2);
+    const int kv_idx = lane.key + 8 * t + i % 2;
+    if constexpr (Score::may_hide_rows) {  // look-ups are of rows that exist
+      q_idx = min(q_idx, score.seqlen.q - 1);
+      if (!score.sees(q_idx, kv_idx)) return -infinity();
+    }
+    return score.apply(product, q_idx, kv_idx);
   };
   float s[4], maximum[2] = {-infinity(), -infinity()};
 #pragma unroll 1

@@ -20,6 +20,7 @@
 #include "schedule/pipeline.cuh"
 #include "sm90/barrier.cuh"
 #include "sm90/tile_order.cuh"
+#include "sm90/look_ups.cuh"
 #include "sm90/matmul.cuh"
 
 namespace cuflash {
@@ -79,6 +80,7 @@ struct SharedMemory {
   KTile k[Config::num_stages];
   VTile v[Config::num_stages];
   RowsOfV<is_fp8> rows;
+  LookUps<looks_up> look_ups;
   uint64_t q_full[Config::num_q_stages], q_empty[Config::num_q_stages];
   uint64_t k_full[Config::num_stages], k_empty[Config::num_stages];
   uint64_t v_full[Config::num_stages], v_empty[Config::num_stages];
@@ -118,8 +120,9 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   }
   for (int i = 0; i < 2; ++i) {
     init(smem.work_full[i], 1);
-    init(smem.work_empty[i], 4 * consumers + stages_out + transposers);
+    init(smem.work_empty[i], 4 * consumers + stages_out + transposers + 2 * looks_up);
   }
+  smem.look_ups.init_barriers();
   init(smem.v_raw, 1);
   init(smem.never, 1);
   ptx::fence_mbarrier_init();

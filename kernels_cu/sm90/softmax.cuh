@@ -25,7 +25,26 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   // May follow_weights have to raise the reference of one of these rows, or is there none yet?
   CUFLASH_DEVICE bool outgrown() const {
     const float largest = fmaxf(block_sum[0], block_sum[1]);
-    return !(largest <= most_sum) || fminf(row_max[0][0], row_max[0][1]) == -infinity();
+    return !(largest <= 200.0f) ||
+           (!raises_low && fminf(row_max[0][0], row_max[0][1]) == -infinity());
+  }
+
+  // Where look-ups may hide all that a row sees of a block, weights of 0 do not say whether they
+  // do; and a bias that stands for a mask makes references from which weights overflow. Such rows
+  // take maxima until their reference is higher.
+  static constexpr bool raises_low = Score::may_hide_rows;
+  static constexpr float low_reference = Config::bias_stages ? -32.0f : -largest_float;
+  CUFLASH_DEVICE bool has_low_reference() const {
+    return fminf(row_max[0][0], row_max[0][1]) < low_reference;
+  }
+  template <int tiles>
+  CUFLASH_DEVICE void raise_low_references(const float (&s_acc)[1][tiles][4], const Score& score) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float so_far = row_max[0][half];
+      const float block_max = quad_max(lane_maximum(s_acc[0], half, so_far));
+      raise_reference(half, so_far < low_reference ? block_max : so_far, score);
+    }
   }
 
   // A reference that weights have outgrown follows the largest of them: in 16 bits by more than a
@@ -42,7 +61,8 @@ struct SplitSoftmax : OnlineSoftmax<1> {
     for (int half = 0; half < 2; ++half) {
       const float largest = quad_max(lane_maximum(s_acc[0], half, 0.0f));
       const float sum = is_fp8 ? quad_max(block_sum[half]) : largest;
-      const bool grew = sum > (is_fp8 ? most_sum : 0x1p8f) || row_max[0][half] == -infinity();
+      const bool grew =
+          sum > (is_fp8 ? most_sum : 0x1p8f) || (!raises_low && row_max[0][half] == -infinity());
       lost[half] = grew && !(largest > 0x1p-64f && largest < 0x1p100f);
       const float before = shift[half];
       if (grew && !lost[half]) {

@@ -11,8 +11,8 @@ from support import problems
 from support.problems import Call
 
 #: (head_dim, head_dim_v): every row of the tables, and sizes between.
-ROWS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
-BETWEEN = [(16, 8), (32, 32), (80, 96), (104, 120), (64, 128), (144, 64), (208, 240)]
+ROWS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+BETWEEN = [(16, 8), (32, 32), (72, 72), (80, 96), (104, 120), (64, 128), (144, 64), (208, 240)]
 #: Ragged for every tile; one query; one key.
 SHAPES = [((2, 3), 77, 130), ((1, 2), 300, 515), ((3,), 1, 200), ((1, 2), 400, 1)]
 OPTIONS: dict[str, dict[str, Any]] = {

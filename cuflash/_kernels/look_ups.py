@@ -1,0 +1,27 @@
+"""Can a mask or a bias come through shared memory? Hopper's kernels bring it by 16 bytes."""
+
+from __future__ import annotations
+
+from cuflash._kernels.request import Request
+from cuflash._problem.operand import Operand
+
+_COPIED = 16  # bytes of one copy
+
+
+def come_by_rows(operand: Operand | None, request: Request) -> bool:
+    """Whether rows of an array begin at multiples of 16 bytes, their columns side by side."""
+    if operand is None or request.look_up_bits % _COPIED:
+        return False
+    side_by_side = operand.strides[-1] == operand.dtype.itemsize
+    return side_by_side and not any(stride % _COPIED for stride in operand.strides[:-1])
+
+
+def bias_comes(request: Request) -> bool:
+    """The same of a bias, whose rows also end so: only whole copies are made."""
+    bias = request.problem.bias
+    return (
+        bias is not None
+        and bias.dtype.itemsize <= 4
+        and bias.shape[-1] % 8 == 0
+        and come_by_rows(bias, request)
+    )

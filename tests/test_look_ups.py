@@ -1,0 +1,97 @@
+"""Do masks and biases come through shared memory where they can, and is the forward right then?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from cuflash import Options
+from cuflash._problem.problem import describe
+from support import chosen
+from support.hopper import make
+
+LENGTHS = {"q_lengths": np.array([[7], [5]]), "kv_lengths": np.array([[64], [33]], np.int32)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal, lengths, sink": {"causal": True, **LENGTHS, "sink": np.ones(2, np.float32)},
+    "offsets": {"causal": True, **LENGTHS, "offset": np.array([[3], [2]])},
+}
+
+
+def config_of(head_dim: int, keys: int = 64, **options: Any) -> Any:
+    q, k = (np.zeros((2, 2, n, head_dim), bfloat16) for n in (8, keys))
+    return chosen.one("forward_sm90", describe(q, k, k, Options(**options)))
+
+
+def test_rows_of_16_bytes_come_through_shared_memory() -> None:
+    bias, mask = np.zeros((8, 80), bfloat16), np.ones((8, 80), np.bool_)
+    for options, bias_stages, mask_stages in (
+        ({"bias": bias[:, :64]}, 2, 0),
+        ({"bias": bias[:, :64].astype(np.float32)}, 1, 0),
+        ({"bias": bias[:, :64].astype(np.float64)}, 0, 0),
+        ({"bias": bias[:1, :64]}, 2, 0),
+        ({"bias": bias[:, :1]}, 0, 0),
+        ({"bias": np.zeros((64, 8), bfloat16).T}, 0, 0),
+        ({"bias": bias[:, :64], "window": (5, 5)}, 0, 0),
+        ({"mask": mask[:, :64]}, 0, 2),
+        ({"mask": mask[:, :64], "window": (5, 5)}, 0, 2),
+        ({"mask": mask[:, :64], "softcap": 3.0}, 0, 0),
+        ({"mask": mask[:, :64], "scale": -1.0}, 0, 0),
+        ({"mask": np.ones((8, 65), np.bool_)[:, :64]}, 0, 0),
+    ):
+        found = config_of(128, **options)
+        assert (found.bias_stages, found.mask_stages) == (bias_stages, mask_stages), options
+        assert found.smem_bytes <= 227 << 10
+        wide = config_of(192, **options)
+        assert wide is None or (wide.bias_stages, wide.mask_stages) == (0, 0)
+    assert config_of(64, 65, mask=np.ones((8, 80), np.bool_)[:, :65]).mask_stages == 2
+    assert config_of(64, 65, bias=bias[:, :65]).bias_stages == 0  # 65 values are no whole copies
+
+
+@pytest.mark.gate
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+def test_compiles_without_spills(generation: int, head_dim: int) -> None:
+    from test_compile_sm90 import compile_all
+
+    configs = set()
+    for options in OPTIONS.values():
+        for dtype in (bfloat16, np.float32):
+            configs.add(config_of(head_dim, bias=np.zeros((8, 64), dtype), **options))
+        configs.add(config_of(head_dim, mask=np.ones((8, 64), np.bool_), **options))
+    configs.add(config_of(head_dim, mask=np.ones((8, 64), np.bool_), window=(7, 3), **LENGTHS))
+    assert all(config.bias_stages or config.mask_stages for config in configs)
+    compile_all(configs, generation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("shape", [((2, 3), 300, 1136), ((2, 40), 200, 144)], ids=str)
+def test_within_budget(head_dim: int, shape: Any) -> None:
+    """Keys hidden from all, rows that see none, a triangle, -1e30 for a mask, steep slopes."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("the device has no wgmma")
+    from test_forward_sm90 import check
+
+    (_, heads), rows, keys = shape
+    rng = np.random.default_rng(0)
+    mask = rng.random((1, heads, rows, keys)) < 0.6
+    mask[..., 3, :] = mask[..., 30:100] = False
+    bias = rng.standard_normal(mask.shape)
+    distance = np.abs(np.arange(rows)[:, None] - np.arange(keys))
+    cases: list[dict[str, Any]] = [
+        {"mask": mask}, {"mask": mask, "causal": True}, {"mask": mask, "window": (60, 9)},
+        {"mask": np.broadcast_to(distance < 90, mask.shape).copy()},
+        {"bias": np.where(mask, bias, -np.inf).astype(bfloat16)},
+        {"bias": np.where(mask, bias, -1e30).astype(np.float32), "causal": True},
+        {"bias": (bias - 0.7 * distance).astype(np.float32)},
+        {"bias": (bias - 0.7 * distance[:, ::-1]).astype(np.float16)},
+    ]  # fmt: skip
+    for options in cases:
+        for ends in ({}, {"q_lengths": rows - 9, "kv_lengths": keys - 75}):
+            dtype = np.float16 if getattr(options.get("bias"), "itemsize", 4) == 2 else bfloat16
+            check(make((head_dim, head_dim), shape, {**options, **ends}, dtype))
