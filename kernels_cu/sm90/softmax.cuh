@@ -25,7 +25,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   // May follow_weights have to raise the reference of one of these rows, or is there none yet?
   CUFLASH_DEVICE bool outgrown() const {
     const float largest = fmaxf(block_sum[0], block_sum[1]);
-    return !(largest <= 200.0f) ||
+    return !(largest <= most_sum) ||
            (!raises_low && fminf(row_max[0][0], row_max[0][1]) == -infinity());
   }
 
