@@ -96,8 +96,6 @@ struct Defaults {
   static constexpr bool split_rows = false;  // even those of one batch entry?
   // Quarters of the exponentials that run before p v of the block before has to be done; 0: none.
   static constexpr int overlap_quarters = 2;
-  // Are products of e4m3 with v summed in registers block by block, not in tensor cores alone?
-  static constexpr bool promotes = false;
   // Are scores of the next block multiplied while ds of this one is computed?
   static constexpr bool scores_ahead = false;
   // Are k and v of a tile kept as operands in registers?
@@ -134,6 +132,8 @@ struct Defaults {
   static constexpr bool grad_k = true;
   static constexpr bool grad_v = true;
   static constexpr bool grad_lse = false;
+  static constexpr bool rotates = false;  // is x multiplied by a random rotation?
+  static constexpr bool writes = false;   // does this pass quantise, after the first found scales?
   static constexpr SumsTo sums_to = SumsTo::pairs;
   static constexpr GradOf grad_of = GradOf::bias;
   static constexpr bool holds_bias = false;         // does each lane keep the bias of its pairs?

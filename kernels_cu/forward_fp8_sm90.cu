@@ -3,9 +3,9 @@
 //
 //   - Products sum what is contiguous in shared memory, which of v are keys: warps 1 to 3 of the
 //     producer warpgroup make rows of its columns (sm90/transposer.cuh).
-//   - Weights are rounded to e4m3, 2^8 times what they are against their row's maximum.
-//   - Tensor cores keep about 14 bits of a sum of e4m3 products: where registers hold two sums, p v
-//     of a block is summed by itself, and added to o in float32 (Config::promotes).
+//   - Weights are rounded to e4m3, 2^8 times what they are against their row's reference.
+//   - Tensor cores keep about 14 bits of a sum of e4m3 products: p v of a block is summed by
+//     itself, and added to o in float32. (D195)
 //   - The scales of q and k are part of the score, that of v of the end of a row.
 //
 // out has 16 bits: it does not fit into q, and goes to global memory from registers.
@@ -16,11 +16,10 @@
 
 namespace cuflash {
 
-// Of a thread. Sums of wide heads take all that warps which load and transpose can do without.
-constexpr bool is_wide = Score::is_light && Config::head_dim_v > 128;
-constexpr int producer_registers = consumers == 3 ? 32 : is_wide ? 24 : 40;
-constexpr int consumer_registers = consumers == 3 ? 160 : is_wide ? 240 : 232;
+constexpr int producer_registers = consumers == 3 ? 32 : 40;  // of a thread
+constexpr int consumer_registers = consumers == 3 ? 160 : 232;
 static_assert(is_fp8 && !stages_out, "a tile of q is half as large as one of out");
+static_assert(Score::folds_scale && !Config::dropout, "a score is a product between bounds");
 
 }  // namespace cuflash
 

@@ -253,6 +253,18 @@ struct SegmentBoundsParams {
   int32_t num_ids_k;
 };
 
+// Rows of x that lie one after the other, matrix by matrix.
+struct QuantizeParams {
+  const void* x;
+  uint32_t* largest;  // bits of the largest magnitude of each block of rows; 0 before
+  float* scale;       // of each block
+  uint8_t* out;
+  uint32_t signs[8];      // bit by column: which are negated before a rotation
+  int32_t rows;           // of a matrix
+  int32_t rows_of_block;  // with one scale
+  int32_t blocks;         // of a matrix
+};
+
 struct DeltaParams {
   const void* dout;
   const void* out;

@@ -76,9 +76,12 @@ CONFIGS: tuple[KernelConfig, ...] = (
         **TILE | {"num_warps": 8}, grad_k=True, grad_v=True, shared_keys=True
     ),
     KERNELS["forward_combine"](**COMMON),
+    KERNELS["quantize"](
+        dtype="float16", out_dtype="float8_e4m3fn", head_dim=64, rotates=True, writes=False
+    ),
     KERNELS["forward_fp8_sm90"](
         **{**TILE, "dtype": "float8_e4m3fn", "num_warps": 12, "block_m": 128}, num_stages=2,
-        overlap_quarters=2, promotes=True, sink="none",
+        overlap_quarters=2, sink="none",
     ),
     KERNELS["cache_grow"](page_words=1024),
     KERNELS["cache_write"](dtype="float16", rotation="none"),

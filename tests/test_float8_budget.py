@@ -47,6 +47,17 @@ def test_long_sums_pass(family: str) -> None:
     check(quantized(inputs_of(family, 0, ROWS, 2048, 64), None))
 
 
+def test_light_keys_after_a_heavy_one_pass() -> None:
+    """4095 keys weigh 2^-13 or so each, together as much as one: 2^3 times as large they vanish."""
+    rng = np.random.default_rng(0)
+    q, k = (0.5 * rng.standard_normal((n, 64)) for n in (ROWS, 4096))
+    q[:, 0], k[:, 0], k[-1, 0] = 8.0, 0.0, 9.0
+    made = quantized((q, k, rng.random((4096, 64))), None)
+    check(made)
+    with pytest.raises(BudgetError):
+        check(made, weight_exponent=3.0)
+
+
 def test_sums_that_tensor_cores_keep_are_caught() -> None:
     """They lose what they cut off, of values with a mean always in the same direction."""
     made = quantized(inputs_of("uniform", 0, ROWS, 1024, 64), None)

@@ -117,6 +117,11 @@ def quantize(
         None if rotation is None else _signs(checks.seed("rotation", rotation), x.shape[core[1]])
     )
     back = np.argsort((*kept, *core))
+    if xp is not np and per != "tensor":
+        from cuflash._launch import float8
+
+        if (made := float8.rounded_in_two_passes(matrices, rows, signs, dtype)) is not None:
+            return Quantized(made[0].transpose(*back), made[1])
     with np.errstate(all="ignore"):
         if signs is not None:
             matrices = _rotated(matrices, signs, xp)

@@ -8,33 +8,16 @@ from typing import ClassVar, NamedTuple, Self
 from cuflash._kernels import wgmma
 from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import (
-    Floats,
-    dtype_of,
-    needs_score_math,
-    register_pressure,
-    scale_in_exponent,
-)
+from cuflash._kernels.score_config import Floats, dtype_of, needs_score_math, scale_in_exponent
 from cuflash._kernels.tables import Row
-from cuflash._problem.problem import HALVES, Problem
+from cuflash._problem.problem import HALVES
 
-#: Of each row block_m, block_n, num_stages, overlap_quarters, promotes.
+#: Of each row block_m, block_n, num_stages, overlap_quarters.
 ROWS = (
-    Row("", (64, 64), (128, 128, 4, 4, True)),
-    Row("", (128, 128), (128, 96, 3, 4, True)),
-    Row("", (192, 128), (128, 96, 3, 4, True)),
-    Row("", (256, 256), (128, 64, 3, 2, False)),
-    # What lies in registers beside two sums, or beside a wide one.
-    Row("dropout", (128, 128), (128, 64, 3, 4, True)),
-    Row("dropout", (192, 128), (128, 64, 3, 4, True)),
-    Row("light", (128, 128), (128, 128, 3, 4, True)),
-    Row("light", (192, 128), (128, 128, 3, 4, True)),
-    Row("light", (256, 256), (128, 128, 2, 2, False)),
+    Row("", (64, 64), (192, 128, 4, 4), "D171"),
+    Row("", (128, 128), (128, 128, 3, 4), "D171"),
 )
-
-#: Why no call takes a row that does not promote: the error budget refuses it. (D195)
-CUT_OFF = "tensor cores cut long sums of p v off"
-_OF_A_ROW = ("block_m", "block_n", "num_stages", "overlap_quarters", "promotes")
+_OF_A_ROW = ("block_m", "block_n", "num_stages", "overlap_quarters")
 _KIB = 1024
 
 
@@ -42,7 +25,6 @@ class Own(NamedTuple):
     sink: Floats
     num_stages: int  # buffers of k, of v and of its rows
     overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
-    promotes: bool  # is p v of a block summed by itself, and added to o in float32?
     num_q_stages: int = 1
 
 
@@ -68,33 +50,24 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
     @classmethod
     def eligible(cls, request: Request) -> str:
         problem = request.problem
+        widest = wgmma.widest(problem)
+        plain = scale_in_exponent(problem) and not needs_score_math(problem)
+        bounds = (
+            problem.cu_seqlens_q, problem.window_left, problem.q_lengths, problem.kv_lengths,
+            problem.sink,
+        )  # fmt: skip
+        light = plain and all(bound is None for bound in bounds)
         return wgmma.against(request) or wgmma.first_reason(
-            (wgmma.widest(problem) <= 192, "products of 16 bits are as fast there"),  # D171
-            (wgmma.widest(problem) > 256, "no tile is wider than 256"),
+            (64 < widest <= 96, "narrower tiles of 16 bits are as fast"),
+            (widest > 128, "registers hold no two sums of wider heads"),  # D195
             (not problem.seqlen_k, "there are no keys, and a tensor map holds at least one row"),
             (not problem.head_dim_v, "there are no values, and a tensor map holds a column"),
             (problem.out.dtype not in HALVES, "it writes 16 bits"),
             (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
-            (problem.formulas is not None, "nobody knows how many registers a formula takes"),
-            (register_pressure(problem) > 1 or problem.bias is not None, "options spill"),
-            (wgmma.widest(problem) > 192, CUT_OFF),
+            (not plain or (widest <= 64 and not light), "products of 16 bits are faster there"),
         )
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        fields = wgmma.fields(cls, request, ROWS, _holding(request.problem), _OF_A_ROW)
+        fields = wgmma.fields(cls, request, ROWS, names=_OF_A_ROW)
         return (cls(**fields, sink=dtype_of(request.problem.sink)),)
-
-
-def _holding(problem: Problem) -> dict[str, bool]:
-    """What holds of a request, in the words of the table.
-
-    A row of a light one has nothing to keep in registers but where a causal bound lies.
-    """
-    others = (
-        problem.cu_seqlens_q, problem.window_left, problem.q_lengths, problem.kv_lengths,
-        problem.sink,
-    )  # fmt: skip
-    plain = scale_in_exponent(problem) and not needs_score_math(problem)
-    light = plain and all(other is None for other in others)
-    return {"light": light, "dropout": bool(problem.dropout)}

@@ -136,6 +136,11 @@ ROTARY = _struct(
     ("position", np.int64),
     *_numbers("num_rows", "head_dim", "num_pairs", "sign"),
 )
+QUANTIZE = _struct(
+    *_numbers("x", "largest", "scale", "out", of=_POINTER),
+    ("signs", np.uint32, 8),
+    *_numbers("rows", "rows_of_block", "blocks"),
+)
 BACKWARD = _kernel(
     ("dout", "q", "k", "v", "rows", "lse", "dq", "dk", "dv", "sums"),
     "head_dim", "head_dim_v", "dq_sums", "row_parts", "part_blocks", "num_parts", turns=True,
@@ -182,6 +187,7 @@ STRUCTS: dict[str, np.dtype[Any]] = {
     "CacheTakeParams": CACHE_TAKE,
     "RotaryParams": ROTARY,
     "SegmentBoundsParams": SEGMENT_BOUNDS,
+    "QuantizeParams": QUANTIZE,
     "DeltaParams": DELTA,
     "BackwardParams": BACKWARD,
     "BackwardSm90Params": BACKWARD_SM90,

@@ -36,6 +36,7 @@ from cuflash._kernels.forward_combine import CombineConfig
 from cuflash._kernels.backward_delta import DeltaConfig
 from cuflash._kernels.backward_dscore_sm80 import BackwardScoreConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
+from cuflash._kernels.quantize import QuantizeConfig
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 
 # of a cache, and rotary embedding

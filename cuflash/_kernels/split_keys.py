@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.request import Request
-from cuflash._problem.float8 import E4M3
 from cuflash._problem.problem import Problem
 
 FEW_ROWS = 64  # of a tile of one query each of a few heads
@@ -40,7 +39,7 @@ BOUNDS = Bounds(2048, 512, 8, 256, 16, 64, 4096, 256, 32)
 def wanted(request: Request) -> bool:
     """Whether keys are many, and tiles leave half of the SMs idle or lengths may differ."""
     problem, bounds = request.problem, BOUNDS
-    if problem.joins or problem.dtype == E4M3 or not request.num_sms:
+    if problem.joins or not request.num_sms:
         return False
     in_pages = problem.pages is not None and few(problem)
     fewest = bounds.fewest_in_pages if in_pages else bounds.fewest

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import cupy
 import numpy as np
 
 from cuflash._arrays import Array, refuse_capture
+from cuflash._jit.compilation import compile_kernel
+from cuflash._kernels import params, quantize
+from cuflash._launch.kernel_launcher import KernelLauncher
 from cuflash._problem.float8 import E4M3
+from cuflash._select import hardware
+
+_READ = ("float16", "bfloat16", "float32")
+_LANE_BYTES = 16  # that a lane reads at once
+_FIRST_WITH_FLOAT8 = 89  # the compute capability with conversions to 8 bits
 
 # CuPy computes with no 8-bit dtype: kernels see bytes. Exponents have 4 bits, biased by 7, and 3 of
 # mantissa behind them, or 5, biased by 15, and 2.
@@ -67,6 +76,45 @@ def dequantized(name: str, array: Array, factor: Any, out: Array) -> None:
     kernel = _kernel("dequantize", e4m3=array.dtype == E4M3, wide=wide)
     factor = cupy.asarray(factor, np.float64 if wide else np.float32)
     kernel(array.view(np.uint8), factor, out)
+
+
+def rounded_in_two_passes(
+    matrices: Array, rows: int, signs: Array | None, dtype: np.dtype[Any]
+) -> tuple[Array, Array] | None:
+    """Elements and scales by ``quantize.cu``; None where it does not serve.
+
+    ``matrices`` are batch + (m, d); ``rows`` have one scale, 0: all of a matrix. ``signs`` are
+    those of a rotation.
+    """
+    device, (*batch, m, d) = matrices.data.device_id, matrices.shape
+    served = matrices.dtype.name in _READ and d in quantize.WIDTHS and matrices.size > 0
+    if not served or hardware.of_device(device).capability < _FIRST_WITH_FLOAT8:
+        return None
+    x = cupy.ascontiguousarray(matrices)
+    if x.data.ptr % _LANE_BYTES:
+        x = x.copy()
+    rows = rows if 0 < rows < m else m
+    blocks = -(-m // rows)
+    count = math.prod(batch) * blocks
+    largest, scale = cupy.zeros(count, np.uint32), cupy.empty((*batch, blocks, 1), np.float32)
+    out = cupy.empty(x.shape, np.uint8).view(dtype)
+    filled = np.zeros(1, params.QUANTIZE)[0]
+    if signs is not None:
+        filled["signs"][: -(-d // 32)] = np.packbits(signs < 0, bitorder="little").view(np.uint32)
+    filled["rows"], filled["rows_of_block"], filled["blocks"] = m, rows, blocks
+    names = ("x", "largest", "scale", "out")
+    own = {"dtype": x.dtype.name, "out_dtype": dtype.name, "head_dim": d}
+    for writes in (False, True):
+        config = quantize.QuantizeConfig(**own, rotates=signs is not None, writes=writes)
+        launcher = KernelLauncher(
+            kernel=compile_kernel(config, device),
+            grid=count * -(-rows // quantize.ROWS),
+            names=names,
+            params=filled.tobytes()[8 * len(names) :],
+        )
+        pointers = tuple(array.data.ptr for array in (x, largest, scale, out))
+        launcher.run(pointers, cupy.cuda.get_current_stream().ptr)
+    return out, scale
 
 
 def quantized(array: Array, factor: Array, dtype: np.dtype[Any]) -> Array:

@@ -76,6 +76,13 @@ CUFLASH_DEVICE uint32_t pack_bfloat16(float low, float high) {
 CUFLASH_PTX_PACK_FLOAT8(e4m3)
 CUFLASH_PTX_PACK_FLOAT8(e5m2)
 
+// Two numbers of 8 bits as float16, which holds them.
+CUFLASH_DEVICE uint32_t e4m3_to_float16(uint32_t pair) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
+  return halves;
+}
+
 // In each half all bits become its highest.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prmt
 CUFLASH_DEVICE uint32_t spread_high_bits(uint32_t x) {

@@ -35,6 +35,15 @@ CUFLASH_DEVICE void mma_m16n8k16(float (&acc)[4], const uint32_t (&a)[4], uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same of float16, whatever the dtype of the kernel.
+CUFLASH_DEVICE void mma_m16n8k16_float16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // acc (16x8, float32) += a (16x8) . b (8x8), of TF32: float32 whose last 13 bits are ignored.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-1688
 CUFLASH_DEVICE void mma_m16n8k8_tf32(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,

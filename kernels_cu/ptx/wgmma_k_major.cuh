@@ -43,7 +43,6 @@ CUFLASH_PTX_WGMMA_K_SS(wgmma_e4m3, "k32.f32.e4m3.e4m3", 96, 48, 48, 49, 50)
 CUFLASH_PTX_WGMMA_K_SS(wgmma_e4m3, "k32.f32.e4m3.e4m3", 128, 64, 64, 65, 66)
 CUFLASH_PTX_WGMMA_K_RS(wgmma_e4m3, "k32.f32.e4m3.e4m3", 64, 32, 32, 33, 34, 35, 36, 37)
 CUFLASH_PTX_WGMMA_K_RS(wgmma_e4m3, "k32.f32.e4m3.e4m3", 128, 64, 64, 65, 66, 67, 68, 69)
-CUFLASH_PTX_WGMMA_K_RS(wgmma_e4m3, "k32.f32.e4m3.e4m3", 256, 128, 128, 129, 130, 131, 132, 133)
 // clang-format on
 
 }  // namespace cuflash::ptx

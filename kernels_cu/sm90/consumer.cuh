@@ -10,9 +10,6 @@
 
 namespace cuflash {
 
-// Is p v of a block summed beside o, and added to it? Sums of e4m3 products keep about 14 bits.
-constexpr bool promotes = Config::promotes;
-
 struct Consumer {
   const ForwardSm90Params& params;
   SharedMemory& smem;
@@ -22,7 +19,7 @@ struct Consumer {
   Ring<look_up_stages> look_up_ring;
   SplitSoftmax softmax;
   float o_acc[1][o_tiles][4];
-  float block_acc[1][promotes ? o_tiles : 1][4];  // p v of one block
+  float block_acc[1][is_fp8 ? o_tiles : 1][4];  // p v of one block of e4m3
   uint32_t p_frag[1][s_tiles * sizeof(Element) / 4][4];
 
   // All tiles of this thread block.
@@ -274,7 +271,7 @@ struct Consumer {
 
   CUFLASH_DEVICE void end_product(const Ring<Config::num_stages>& at) {
     ptx::wgmma_wait<0>();
-    if constexpr (promotes) {
+    if constexpr (is_fp8) {
       ptx::pin(flat(block_acc));
       unrolled<o_tiles, 4>([&](int t, int i) { o_acc[0][t][i] += block_acc[0][t][i]; });
     } else {
@@ -305,8 +302,7 @@ struct Consumer {
     }
     softmax.find_maximum(s_acc, score);
     exponentiate(s_acc, [&](float value, int, int i) {
-      const float exponent = score.exponent(value, softmax.shift[i / 2]);
-      return is_fp8 && !Score::folds_scale ? exponent + weight_exponent : exponent;
+      return score.exponent(value, softmax.shift[i / 2]);
     });
     softmax.add_block();
   }
@@ -366,7 +362,7 @@ struct Consumer {
   template <Keys keys, int tiles>
   CUFLASH_DEVICE void pack_p(const float (&s_acc)[1][tiles][4],
                              const DroppedPairs<1, tiles>& dropped) {
-    if constexpr (is_fp8) return pack_e4m3<keys>(s_acc, dropped);
+    if constexpr (is_fp8) return pack_e4m3<keys>(s_acc);
     unrolled<s_tiles>([&](int t) {
       const int own = t - first_of(keys);
       unrolled<2>([&](int half) {
@@ -383,8 +379,7 @@ struct Consumer {
 
   // Two tiles of 8 keys are the 16 that transposers put in this order.
   template <Keys keys, int tiles>
-  CUFLASH_DEVICE void pack_e4m3(const float (&s_acc)[1][tiles][4],
-                                const DroppedPairs<1, tiles>& dropped) {
+  CUFLASH_DEVICE void pack_e4m3(const float (&s_acc)[1][tiles][4]) {
     unrolled<s_tiles / 2, 2>([&](int pair, int half) {
       const int own = 2 * pair - first_of(keys);
       uint32_t& four = p_frag[0][pair / 2][pair % 2 * 2 + half];
@@ -392,10 +387,6 @@ struct Consumer {
         const float (&first)[4] = s_acc[0][own], (&second)[4] = s_acc[0][own + 1];
         four = ptx::pack_e4m3(first[2 * half], first[2 * half + 1], second[2 * half],
                               second[2 * half + 1]);
-        if constexpr (Config::dropout) {
-          four &= __byte_perm(dropped.applied(~0u, 0, own, half),
-                              dropped.applied(~0u, 0, own + 1, half), 0x6420);
-        }
       } else {
         four = 0;
       }
@@ -415,10 +406,8 @@ struct Consumer {
     constexpr int first = first_of(keys) / step, count = count_of(keys) / step;
     wait(smem.v_full[at.stage()], at.full_parity());
     const SharedMemory::VTile& v = smem.v[at.stage()];
-    if constexpr (promotes) {
-      start_product_e4m3<SharedMemory::VTile, first, count>(block_acc, p_frag, v.k_major(), false);
-    } else if constexpr (is_fp8) {
-      start_product_e4m3<SharedMemory::VTile, first, count>(o_acc, p_frag, v.k_major(), true);
+    if constexpr (is_fp8) {
+      start_product_e4m3<SharedMemory::VTile, first, count>(block_acc, p_frag, v.k_major());
     } else {
       start_product<SharedMemory::VTile, first, count>(o_acc, p_frag, v.mn_major());
     }

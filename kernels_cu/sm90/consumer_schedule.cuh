@@ -17,16 +17,15 @@ constexpr bool halves_first = halves && Score::masks_before_full;
 // or packed sequences leave no registers for it.
 constexpr bool is_light_enough =
     Config::scale_in_exponent || (!Score::has_segments && Config::cu_seqlens == Dtype::none);
-constexpr bool keeps_reference =
-    looks_up || (Score::exponent_of_product && is_light_enough && !Config::dropout &&
-                 Config::head_dim <= 128 && !is_fp8);
+constexpr bool keeps_reference = looks_up || (Score::exponent_of_product && is_light_enough &&
+                                              !Config::dropout && Config::head_dim <= 128);
 static_assert(!loads_mask || Config::scale_in_exponent, "hidden is what is -inf before its scale");
 constexpr bool may_bend = Score::has_slopes;
 // The softmax of one warpgroup runs under the products of another. Where there are three, those
 // of a narrow block are too short for that, and the order only delays them. Two find their order
 // alone where no maximum is formed and products of a wide head take longer than a softmax.
 constexpr bool finds_order = keeps_reference && Config::scale_in_exponent &&
-                             Config::head_dim == 128 && !Score::masks_before_last;
+                             Config::head_dim == 128 && (is_fp8 || !Score::masks_before_last);
 constexpr bool uses_pingpong = consumers == 2 ? !finds_order : Config::block_n == 128;
 
 // Which keys of a block are multiplied with. The others are hidden from all 64 rows.

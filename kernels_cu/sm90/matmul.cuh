@@ -137,17 +137,17 @@ CUFLASH_DEVICE void start_shared_product(float (&acc)[1][tiles][4], uint64_t a, 
   });
 }
 
-// Starts acc = A . B, or acc += where it `accumulates`, of e4m3: A in registers, columns of B in
-// the rows of a tile; of the steps by 32, those from `first` on.
+// Starts acc = A . B of e4m3: A in registers, columns of B in the rows of a tile; of the steps by
+// 32, those from `first` on.
 template <typename BTile, int first, int count, int tiles, int steps>
 CUFLASH_DEVICE void start_product_e4m3(float (&acc)[1][tiles][4], uint32_t (&a_frag)[1][steps][4],
-                                       uint64_t b, bool accumulates) {
+                                       uint64_t b) {
   static_assert(tiles == BTile::rows / 8 && steps == BTile::columns / 32, "shapes");
   auto& a_registers = reinterpret_cast<uint32_t (&)[4 * steps]>(a_frag);
   ptx::pin(a_registers);
   ptx::wgmma_group(flat(acc), [&] {
     unrolled<count>([&](int k) {
-      ptx::wgmma_e4m3(flat(acc), a_frag[0][first + k], b + (first + k) * 2, k > 0 || accumulates);
+      ptx::wgmma_e4m3(flat(acc), a_frag[0][first + k], b + (first + k) * 2, k > 0);
     });
   });
   ptx::pin(a_registers);

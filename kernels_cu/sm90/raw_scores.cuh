@@ -32,15 +32,21 @@ struct RawScores {
       const int column = 16 * k + 2 * (lane_index() % 4);
       const uint32_t a[4] = {pair(upper, column), pair(lower, column), pair(upper, column + 8),
                              pair(lower, column + 8)};
-      ptx::mma_m16n8k16<Config::dtype>(acc, a, pair(key, column), pair(key, column + 8));
+      const uint32_t b0 = pair(key, column), b1 = pair(key, column + 8);
+      if constexpr (is_fp8) {
+        ptx::mma_m16n8k16_float16(acc, a, b0, b1);
+      } else {
+        ptx::mma_m16n8k16<Config::dtype>(acc, a, b0, b1);
+      }
     }
   }
 
  private:
-  // Two neighbouring elements of a row; zeros past its true width.
+  // Two neighbouring elements of a row, e4m3 as float16; zeros past its true width.
   CUFLASH_DEVICE uint32_t pair(const Element* row, int column) const {
     const uint32_t low = column < queries.num_columns ? row[column] : 0;
     const uint32_t high = column + 1 < queries.num_columns ? row[column + 1] : 0;
+    if constexpr (is_fp8) return ptx::e4m3_to_float16(low | high << 8);
     return low | high << 16;
   }
 };

@@ -10,6 +10,8 @@ namespace cuflash {
 // bits are not scaled, and that factor is 2^8.
 constexpr float weight_exponent = is_fp8 ? 8.0f : 0.0f, weight_unit = is_fp8 ? 0x1p-8f : 1.0f;
 constexpr float most_growth = is_fp8 ? 0.75f : 8.0f;
+// Where a lane's weights of a full block sum up to no more, none of them is too large.
+constexpr float most_sum = is_fp8 ? 440.0f : 200.0f;
 
 // State of the two rows of this lane: t/4 and t/4 + 8 of its warp's 16.
 struct SplitSoftmax : OnlineSoftmax<1> {
@@ -20,11 +22,10 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   // Another block against the same reference.
   CUFLASH_DEVICE void keep_reference() { block_sum[0] = block_sum[1] = 0.0f; }
 
-  // May follow_weights have to raise the reference of one of these rows, or is there none yet? A
-  // lane with a weight of more than 2^8 has a larger sum than this.
+  // May follow_weights have to raise the reference of one of these rows, or is there none yet?
   CUFLASH_DEVICE bool outgrown() const {
     const float largest = fmaxf(block_sum[0], block_sum[1]);
-    return !(largest <= 200.0f) ||
+    return !(largest <= most_sum) ||
            (!raises_low && fminf(row_max[0][0], row_max[0][1]) == -infinity());
   }
 
@@ -46,21 +47,29 @@ struct SplitSoftmax : OnlineSoftmax<1> {
     }
   }
 
-  // A reference that weights have outgrown by more than a factor of 2^8 follows the largest of
-  // them. Not where they overflowed or, of a row's first visible block, may have vanished: those
-  // rows are `lost`, and left as they are.
+  // A reference that weights have outgrown follows the largest of them: in 16 bits by more than a
+  // factor of 2^8, of e4m3 by a sum. Not where they overflowed or, of a row's first visible block,
+  // may have vanished: those rows are `lost`, and left as they are.
+  //
+  // The largest weight of e4m3 becomes a power of two, which has no rounding: 2^8 where it is
+  // nearly all of its lane's sum, and less the more others there are, so that the next sums have
+  // room.
   template <int tiles>
   CUFLASH_DEVICE void follow_weights(float (&s_acc)[1][tiles][4], const Score& score,
                                      bool (&lost)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float largest = quad_max(lane_maximum(s_acc[0], half, 0.0f));
-      const bool grew = largest > 0x1p8f || (!raises_low && row_max[0][half] == -infinity());
+      const float sum = is_fp8 ? quad_max(block_sum[half]) : largest;
+      const bool grew =
+          sum > (is_fp8 ? most_sum : 0x1p8f) || (!raises_low && row_max[0][half] == -infinity());
       lost[half] = grew && !(largest > 0x1p-64f && largest < 0x1p100f);
       const float before = shift[half];
       if (grew && !lost[half]) {
-        row_max[0][half] = score.maximum_above(before, __log2f(largest));
-        shift[half] = score.reference(row_max[0][half]);
+        float growth = __log2f(largest);
+        if constexpr (is_fp8) growth += ceilf(__log2f(__fdividef(sum, largest)) - 0.05f);
+        row_max[0][half] = score.maximum_above(before, growth);
+        shift[half] = score.reference(row_max[0][half]) - weight_exponent;
       }
       rescale[half] = ptx::exp2_approx(score.exponent_between(before, shift[half]));
       row_sum[0][half] *= rescale[half];
@@ -91,7 +100,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
     rescale[half] =
         grew ? ptx::exp2_approx(score.exponent_between(old_reference, shift[half])) : 1.0f;
     row_sum[0][half] *= rescale[half];
-    if constexpr (Score::folds_scale) shift[half] -= weight_exponent;
+    shift[half] -= weight_exponent;
   }
 
   // Scores of column tiles [begin, end) become probabilities; exponent(score, t, i) of register i.

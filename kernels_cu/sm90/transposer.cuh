@@ -32,7 +32,7 @@ struct Transposer {
     const uint32_t read =
         ptx::shared_address(rows.data) + part / 8 * Rows::panel_bytes + (from ^ 16 * (part % 8));
     const uint32_t written = ptx::shared_address(columns.data) + 2048 * part;
-#pragma unroll(Config::head_dim_v > 128 ? 2 : 4)  // as registers are left
+#pragma unroll
     for (int i = 0; i < Rows::rows / 32; ++i) {
       uint32_t pairs[4];  // of two columns and two keys, from each 8 keys
       ptx::ldmatrix_x4_trans(pairs, read + 4096 * i);

@@ -19,7 +19,8 @@ E4M3, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 BLOCK_N = 128
 STEP = 32  # products that a tensor core sums at once
 KEPT_BITS = 13  # behind the leading one of the largest of them
-WEIGHT_EXPONENT, MOST_GROWTH = 8.0, 0.75  # as in kernels_cu/sm90/softmax.cuh
+# As in kernels_cu/sm90/softmax.cuh.
+WEIGHT_EXPONENT, MOST_SUM = 8.0, 440.0
 _CUT = 2.0**-KEPT_BITS
 _SMALLEST = 2.0**-100  # sums below it are 0
 _AT_ONCE = 1 << 19  # products
@@ -79,16 +80,24 @@ def emulated(
     2^``weight_exponent`` times as large.
     """  # fmt: skip
     unit = np.float32(np.log2(np.e) / np.sqrt(q.shape[-1]) * factors[0] * factors[1])
-    reference_, total = np.full((2, len(q), 1), -np.inf, np.float32)
-    total[:] = 0
+    total = np.zeros((len(q), 1), np.float32)
     o = np.zeros((len(q), v.shape[-1]), np.float32)
+    lanes = np.arange(BLOCK_N) // 2 % 4  # of a row, by key
     for first in reversed(range(0, len(k), BLOCK_N)):
         keys = slice(first, first + BLOCK_N)
         s = cut_product(q, k[keys].T) * unit
-        largest = s.max(-1, keepdims=True)
-        new = np.where(largest - reference_ > MOST_GROWTH, largest, reference_)
-        rescale = np.exp2(reference_ - new)
-        reference_ = new
+        highest = s.max(-1, keepdims=True)
+        if is_first := first + BLOCK_N >= len(k):  # of those that are visited
+            reference_ = highest
+        with np.errstate(all="ignore"):
+            p = np.exp2(s - reference_ + np.float32(weight_exponent))
+            sums = [p[:, lanes[: p.shape[1]] == lane].sum(-1, keepdims=True) for lane in range(4)]
+            sum_, largest = np.max(sums, 0), p.max(-1, keepdims=True)
+            room = np.ceil(np.log2(sum_ / largest) - 0.05)
+        grew, lost = (sum_ > MOST_SUM) & (not is_first), largest > 2.0**100
+        growth = np.where(grew, highest - reference_ + np.where(lost, 0, room), 0)
+        rescale = np.exp2(-growth)
+        reference_ = reference_ + growth
         p = np.exp2(s - reference_ + np.float32(weight_exponent))
         total = total * rescale + p.sum(-1, keepdims=True)
         rounded = np.minimum(p, np.float32(ml_dtypes.finfo(weights).max)).astype(weights)

@@ -26,6 +26,7 @@ from cuflash._jit import source as jit_source
 from cuflash._kernels.config import KernelConfig
 from cuflash._launch import (
     cache,
+    float8,
     kernel_launcher,
     plan,
     plan_cache,
@@ -140,11 +141,12 @@ def host_device(folder: Path, capability: int = 80) -> Iterator[HostDevice]:
         zeros=lambda shape, dtype: on_device(np.zeros(shape, dtype)),
         zeros_like=lambda array: on_device(np.zeros_like(array)),
         asarray=on_device,
+        ascontiguousarray=lambda array: on_device(np.ascontiguousarray(array)),
         copyto=np.copyto,
         broadcast_to=lambda array, shape: np.broadcast_to(array, shape, subok=True),
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in (launch_run, repeat, score_params, cache):
+        for module in (launch_run, repeat, score_params, cache, float8):
             patch.setattr(module, "cupy", library)
         runtime = SimpleNamespace(getDevice=lambda: 0, streamIsCapturing=lambda _: False)
         for module in (repeat, cache):
@@ -159,7 +161,7 @@ def host_device(folder: Path, capability: int = 80) -> Iterator[HostDevice]:
         for module in (launch_run, score_params, formulas):
             patch.setattr(module, "refuse_capture", lambda *_: None)
         patch.setattr(launch_run, "_on_device", lambda _: nullcontext())
-        for module in (plan, cache):
+        for module in (plan, cache, float8):
             patch.setattr(module, "compile_kernel", device.compile)
         patch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=device.launch))
         forget()

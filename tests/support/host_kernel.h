@@ -35,10 +35,14 @@ struct float2 {
 struct float4 {
   float x, y, z, w;
 };
+struct uint2 {
+  unsigned x, y;
+};
 struct uint4 {
   unsigned x, y, z, w;
 };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -60,6 +64,12 @@ inline int64_t __double_as_longlong(double x) { return std::bit_cast<int64_t>(x)
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline double __hiloint2double(int high, int low) {
   return std::bit_cast<double>(static_cast<uint64_t>(high) << 32 | static_cast<uint32_t>(low));
+}
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline unsigned atomicMax(unsigned* to, unsigned value) {
+  const unsigned before = *to;
+  *to = before < value ? value : before;
+  return before;
 }
 inline unsigned atomicOr(unsigned* to, unsigned bits) {
   const unsigned before = *to;

@@ -57,6 +57,26 @@ inline uint32_t pack_bfloat16(float low, float high) {
   return bfloat16_bits(low) | static_cast<uint32_t>(bfloat16_bits(high)) << 16;
 }
 
+// An 8-bit float with so many bits of mantissa, to nearest even; what is too large is `most`.
+template <int mantissa>
+inline uint32_t float8_bits(float x, float most) {
+  if (x != x) return 0x7f;
+  const int bias = mantissa == 3 ? 7 : 15;
+  const float size = std::fmin(std::fabs(x), most);
+  const int exponent = std::max(size == 0 ? 1 - bias : std::ilogb(size), 1 - bias);
+  const int steps = static_cast<int>(std::nearbyint(std::ldexp(size, mantissa - exponent)));
+  const uint32_t code = steps + ((exponent + bias - 1) << mantissa);
+  return (std::signbit(x) ? 0x80 : 0) | code;
+}
+inline uint32_t pack_e4m3(float a, float b, float c, float d) {
+  const auto bits = [](float x) { return float8_bits<3>(x, 448.0f); };
+  return bits(a) | bits(b) << 8 | bits(c) << 16 | bits(d) << 24;
+}
+inline uint32_t pack_e5m2(float a, float b, float c, float d) {
+  const auto bits = [](float x) { return float8_bits<2>(x, 57344.0f); };
+  return bits(a) | bits(b) << 8 | bits(c) << 16 | bits(d) << 24;
+}
+
 template <int bytes>
 inline void cp_async(uint32_t smem, const void* source, bool valid) {
   if (valid) {
