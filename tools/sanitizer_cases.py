@@ -208,6 +208,10 @@ CASES = (
     ),
     Case("portable head_dim 256", (1, 1, 130, 256), (1, 1, 130, 256), portable=True),
     Case(
+        "portable queries of a group's heads in one tile", (1, 8, 3, 64), (1, 2, 300, 64),
+        options={"enable_gqa": True, "causal": True}, portable=True,
+    ),
+    Case(
         "portable float32", (1, 2, 129, 64), (1, 2, 150, 64), dtype=np.float32, options=CAUSAL,
         portable=True,
     ),
