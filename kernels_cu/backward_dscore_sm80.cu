@@ -164,6 +164,10 @@ CUFLASH_DEVICE void store_keys(const BackwardParams& params, SharedMemory& smem,
   }
 }
 
+static_assert(Config::num_stages == 1 ||
+                  (Config::sums_to == SumsTo::pairs && !packed && !Score::has_segments),
+              "two stages are of one block of each entry, for all who see it");
+
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
@@ -176,8 +180,6 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   clear(acc);
   bool any_far = false;
   if constexpr (Config::num_stages == 2) {
-    static_assert(Config::sums_to == SumsTo::pairs && !packed && !Score::has_segments,
-                  "one block of each entry, for all who see it");
     EntriesOfPairs{params, smem, work}.add(acc, any_far);
   } else {
 #pragma unroll 1

@@ -126,6 +126,18 @@ def test_more_parts_than_a_warp_has_lanes(
     assert device.launched[-1] == "cuflash_forward_combine"
 
 
+@pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.full), 256])
+def test_tiles_of_two_warps(device: HostDevice, d: int) -> None:
+    """Of 20 queries over as few keys as are split here, with options that rows read."""
+    given = {"causal": True, "mask": np.random.default_rng(1).random((20, 600)) < 0.7}
+    shapes = (1, 2, 20, d), (1, 2, 600, d), (1, 2, 600, d)
+    call = make_call("normal", 1, np.dtype(np.float16), *shapes, options=given, wrt=())
+    Budget(call).check_forward(*forward(call, cuflash.Options(**given)))
+    assert device.launched[-2:] == ["cuflash_forward_sm80", "cuflash_forward_combine"]
+    config = next(c for c in device.configs if c.computes == "out")
+    assert (config.block_m, config.num_warps, config.split_keys) == (32, 2, True)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 @pytest.mark.parametrize(
     "bound",

@@ -211,9 +211,10 @@ def _reference_error(largest: Array, dtype: np.dtype[Any]) -> Array:
     unscaled products) rounds the one it subtracts: by up to u |largest|, in its own way for each
     row. That decides how weights are rounded to the operand dtype, for the largest is exactly 1
     only under an exact reference. Up to a quarter of the dtype's eps it is still rounded to 1 and
-    nothing changes; beyond, the model takes its references anywhere in that range.
+    nothing changes; beyond, the model takes its references anywhere in that range. Where a row has
+    scores of -1e30 alone the range is cut at 1: no kernel may weigh equal keys by infinity.
     """
-    reach = np.finfo(largest.dtype).eps / 2 * np.abs(largest)
+    reach = np.minimum(np.finfo(largest.dtype).eps / 2 * np.abs(largest), 1)
     if reach.max(initial=0) < finfo(dtype).eps / 4:
         return np.zeros_like(largest)
     return reach * np.random.default_rng(0).uniform(-1, 1, largest.shape).astype(largest.dtype)
