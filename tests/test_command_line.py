@@ -357,7 +357,7 @@ _PORTABLE = ["forward_sm80", "backward_dkv_sm80", "backward_dq_sm80"]
     [
         ("", ["forward_sm90", "backward_sm90"]),
         ("--softcap 9", ["forward_sm90", "backward_sm90"]),
-        ("--arrays bias", ["forward_sm90", "backward_dkv_sm90", "backward_dq_sm90"]),
+        ("--arrays bias", ["forward_sm90", "backward_sm90"]),
         (
             "--dtype float64 --head-dim 3",
             ["forward_narrow", "backward_dkv_narrow", "backward_dq_narrow"],

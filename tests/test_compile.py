@@ -293,6 +293,12 @@ def plain(*arithmetics: Any) -> list[dict[str, Any]]:
     return [{**row, "sums": SLOPES} for row in itertools.islice(found, 0, None, 2)]
 
 
+def sums_of_pairs(arch: str) -> set[KernelConfig]:
+    """Return what sums the gradient of a bias alone: its tile has the next entry under way."""
+    case = {**PLAIN, "bias": bfloat16, "sums": ("bias", "pairs")}
+    return {c for c in compiled_for([case], arch) if c.kernel == "backward_dscore_sm80"}
+
+
 def turn_of(arch: str, generation: int) -> int:
     """Return 0 or 1: another for the other NVRTC, and of sm_80 and sm_90."""
     return (list(LIMITS).index(arch) + generation) % 2
@@ -325,7 +331,7 @@ def gate(generation: int, *, whole: bool = False) -> dict[str, set[KernelConfig]
             cases += [case for case in pairwise() if case.items() >= here.items()]
         else:
             cases = [*plain(bfloat16)[turn::2], *plain(*WIDE)[PART_OF_WIDE[arch]][turn::2]]
-        found[arch] = compiled_for(cases, arch)
+        found[arch] = compiled_for(cases, arch) | sums_of_pairs(arch)
         for dtype in ("int32", "int64"):
             found[arch].add(SegmentBoundsConfig(num_warps=8, segment_ids=dtype))
     if whole:
