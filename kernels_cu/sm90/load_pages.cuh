@@ -10,38 +10,69 @@
 
 namespace cuflash {
 
-CUFLASH_DEVICE void page_coordinates(int (&batch)[3], const BatchIndex& entry, const Layout& layout,
-                                     int page) {
-  batch[0] = page;
-  batch[1] = batch[2] = 0;
-  int found = 0;
-#pragma unroll
-  for (int i = 0; i < max_batch_axes; ++i) {
-    if (layout.batch.axis[i] == 0) continue;
-    if (found == 0) batch[1] = entry.axis[i];
-    if (found == 1) batch[2] = entry.axis[i];
-    ++found;
-  }
-}
+// Where an entry lies along the two axes.
+struct PageAxes {
+  int axis[2] = {0, 0};
 
-// Starts the copies of the keys from `first_key` on; `full` was told to expect their bytes. By a
-// warp: each lane brings one box. Rows beyond the length are those of some page that exists.
+  CUFLASH_DEVICE PageAxes(const BatchIndex& entry, const Layout& layout) {
+    int found = 0;
+#pragma unroll
+    for (int i = 0; i < max_batch_axes; ++i) {
+      if (layout.batch.axis[i] == 0) continue;
+      if (found == 0) axis[0] = entry.axis[i];
+      if (found == 1) axis[1] = entry.axis[i];
+      ++found;
+    }
+  }
+};
+
+// The keys of one entry, as a lane of the producer knows them. Of keys in order it knows nothing.
+template <bool paged>
+struct KeyPages {
+  struct Box {};
+
+  CUFLASH_DEVICE KeyPages(const ForwardParams&, const BatchIndex&) {}
+  CUFLASH_DEVICE Box look_up(const ForwardParams&, int) const { return {}; }
+};
+template <>
+struct KeyPages<true> {
+  // What a lane brings of a block, of k and of v: the number that the table has, and the first row.
+  struct Box {
+    int number, row;
+  };
+
+  const int32_t* numbers;  // of the pages of the entry
+  PageAxes k_axes, v_axes;
+
+  CUFLASH_DEVICE KeyPages(const ForwardParams& params, const BatchIndex& entry)
+      : numbers(table_of(params, entry)),
+        k_axes(entry, params.k_layout),
+        v_axes(entry, params.v_layout) {}
+
+  // Of the block from `first_key` on, which may lie before the first key or beyond the last: the
+  // number is of some page then.
+  CUFLASH_DEVICE Box look_up(const ForwardParams& params, int first_key) const {
+    const int size = params.page_size, row = lane_index() * min(size, Config::block_n);
+    const int key = max(0, min(first_key + row, params.score.seqlen_k - 1));
+    const int column = key / size;
+    return {numbers[column * params.page_table_layout.row], key - column * size};
+  }
+};
+
+// Starts the copies of a block of keys; `full` was told to expect their bytes. By a warp: each lane
+// brings its box. Rows beyond the length are those of some page that exists.
 template <typename Tile>
-CUFLASH_DEVICE void start_load_of_pages(Tile& tile, const ptx::TensorMap& map, const Layout& layout,
-                                        const ForwardParams& params, const BatchIndex& entry,
-                                        int first_key, uint64_t& full) {
-  const int size = params.page_size, box = min(size, Tile::rows);
-  const int row = lane_index() * box;
+CUFLASH_DEVICE void start_load_of_pages(Tile& tile, const ptx::TensorMap& map, const PageAxes& axes,
+                                        const ForwardParams& params, const KeyPages<true>::Box& box,
+                                        uint64_t& full) {
+  const int row = lane_index() * min(params.page_size, Tile::rows);
   if (row >= Tile::rows) return;
-  const int key = min(first_key + row, params.score.seqlen_k - 1);
-  const int number = table_of(params, entry)[key / size * params.page_table_layout.row];
-  const int page = max(0, min(number, params.num_pages - 1));
-  int batch[3];
-  page_coordinates(batch, entry, layout, page);
+  const int page = max(0, min(box.number, params.num_pages - 1));
+  const int batch[3] = {page, axes.axis[0], axes.axis[1]};
 #pragma unroll
   for (int panel = 0; panel < Tile::num_panels; ++panel) {
     ptx::tma_load(ptx::shared_address(tile.data[panel][row]), map, ptx::shared_address(&full),
-                  Tile::panel_columns * panel, (first_key + row) % size, batch);
+                  Tile::panel_columns * panel, box.row, batch);
   }
 }
 

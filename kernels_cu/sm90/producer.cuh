@@ -40,29 +40,37 @@ struct Producer {
       const Range seen = score.kv_range(0, score.seqlen.rows_q);  // by any row of this entry
       const BatchIndex entry = work.entry;
       const int first_k = score.seqlen.first_k;
+      const KeyPages<Config::paged> pages(params, entry);
       int block = visited.last_from(blocks.end - 1);
-      if (block >= blocks.begin) load_k(entry, first_k, block);
+      auto box = pages.look_up(params, block * Config::block_n);
+      if (block >= blocks.begin) load_k(entry, first_k, block, pages, box);
       if constexpr (!stages_out) load_q();
       int next = visited.next_before(block);
       int after = visited.next_before(next);
+      auto next_box = pages.look_up(params, next * Config::block_n);
 #pragma unroll 1
       while ((draws_early ? after : next) >= blocks.begin) {
-        load_k(entry, first_k, next);
-        load_v(entry, first_k, block, seen);
+        load_k(entry, first_k, next, pages, next_box);
+        load_v(entry, first_k, block, seen, pages, box);
         block = next;
+        box = next_box;
         next = after;
+        next_box = pages.look_up(params, next * Config::block_n);  // no buffer is waited for yet
         after = visited.next_before(after);
       }
       const int drawn = draw();
       if (draws_early && next >= blocks.begin) {
-        load_k(entry, first_k, next);
-        load_v(entry, first_k, block, seen);
+        load_k(entry, first_k, next, pages, next_box);
+        load_v(entry, first_k, block, seen, pages, box);
         block = next;
+        box = next_box;
       }
-      if (!draws_early && block >= blocks.begin) load_v(entry, first_k, block, seen);
+      if (!draws_early && block >= blocks.begin) {
+        load_v(entry, first_k, block, seen, pages, box);
+      }
       work = work_of(__shfl_sync(0xffffffff, drawn, 0));
       publish();
-      if (draws_early && block >= blocks.begin) load_v(entry, first_k, block, seen);
+      if (draws_early && block >= blocks.begin) load_v(entry, first_k, block, seen, pages, box);
       if (stages_out && work.first_row >= 0) load_q();
     }
   }
@@ -117,17 +125,25 @@ struct Producer {
   }
 
   // A block of keys of an entry whose first is row `first_k` of the array.
-  CUFLASH_DEVICE void load_k(const BatchIndex& entry, int first_k, int block) {
+  template <typename Pages>
+  CUFLASH_DEVICE void load_k(const BatchIndex& entry, int first_k, int block, const Pages& pages,
+                             const typename Pages::Box& box) {
     const int stage = k_ring.stage();
     wait(smem.k_empty[stage], k_ring.empty_parity());
-    load_keys(smem.k[stage], params.k_map, params.k_layout, smem.k_full[stage], entry,
-              first_k + block * Config::block_n);
+    if constexpr (Config::paged) {
+      load_box(smem.k[stage], params.k_map, pages.k_axes, box, smem.k_full[stage]);
+    } else {
+      load(smem.k[stage], params.k_map, params.k_layout, smem.k_full[stage], entry,
+           first_k + block * Config::block_n);
+    }
     k_ring.advance();
   }
 
   // Rows outside `seen` must not reach p v, where 0 * NaN would count. Past the end of the tensor
   // TMA brings zeros; what lies before it is cleared here.
-  CUFLASH_DEVICE void load_v(const BatchIndex& entry, int first_k, int block, Range seen) {
+  template <typename Pages>
+  CUFLASH_DEVICE void load_v(const BatchIndex& entry, int first_k, int block, Range seen,
+                             const Pages& pages, const typename Pages::Box& box) {
     const int stage = v_ring.stage(), first_key = block * Config::block_n;
     const Range kept{max(seen.begin - first_key, 0), seen.end - first_key};
     const int exist = params.score.seqlen_k - first_k - first_key;
@@ -135,8 +151,12 @@ struct Producer {
     const bool clears = kept.begin > 0 || kept.end < loaded;
     auto& to = landing_of_v(smem);
     wait(to.v_empty[stage], v_ring.empty_parity());
-    load_keys(to.v[stage], params.v_map, params.v_layout, clears ? smem.v_raw : to.v_full[stage],
-              entry, first_k + first_key);
+    uint64_t& full = clears ? smem.v_raw : to.v_full[stage];
+    if constexpr (Config::paged) {
+      load_box(to.v[stage], params.v_map, pages.v_axes, box, full);
+    } else {
+      load(to.v[stage], params.v_map, params.v_layout, full, entry, first_k + first_key);
+    }
     if (clears) {
       wait(smem.v_raw, raw_ring.full_parity());
       raw_ring.advance();
@@ -148,18 +168,14 @@ struct Producer {
     v_ring.advance();
   }
 
-  // A block of k or v, in order or in pages.
+  // A block of k or v in pages.
   template <typename Tile>
-  CUFLASH_DEVICE void load_keys(Tile& tile, const ptx::TensorMap& map, const Layout& layout,
-                                uint64_t& full, const BatchIndex& entry, int first_row) {
-    if constexpr (Config::paged) {
-      if (lane_index() == 0) ptx::mbarrier_arrive_expect(ptx::shared_address(&full), Tile::bytes);
-      __syncwarp();  // the bytes of all lanes are expected
-      start_load_of_pages(tile, map, layout, params, entry, first_row, full);
-      __syncwarp();  // as below
-    } else {
-      load(tile, map, layout, full, entry, first_row);
-    }
+  CUFLASH_DEVICE void load_box(Tile& tile, const ptx::TensorMap& map, const PageAxes& axes,
+                               const KeyPages<true>::Box& box, uint64_t& full) {
+    if (lane_index() == 0) ptx::mbarrier_arrive_expect(ptx::shared_address(&full), Tile::bytes);
+    __syncwarp();  // the bytes of all lanes are expected
+    start_load_of_pages(tile, map, axes, params, box, full);
+    __syncwarp();  // as below
   }
 
   template <typename Tile>

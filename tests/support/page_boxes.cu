@@ -27,7 +27,9 @@ extern "C" int boxes(const cuflash::ForwardParams* params, int flat, int first_k
   };
   for (int lane = 0; lane < 32; ++lane) {
     threadIdx.x = lane;
-    start_load_of_pages(tile, {}, params->k_layout, *params, entry, first_key, full);
+    const KeyPages<true> pages(*params, entry);
+    const KeyPages<true>::Box box = pages.look_up(*params, first_key);
+    start_load_of_pages(tile, {}, pages.k_axes, *params, box, full);
   }
   return count;
 }
