@@ -145,8 +145,8 @@ def attention_paged(
     Notes
     -----
     On a GPU kernels read pages where they lie, and split the keys of few queries. The portable
-    kernel serves every dtype and option, Hopper's many queries of 16 bits over pages of a multiple
-    of 8 rows.
+    kernel serves every dtype and option. Hopper's serves more than 64 queries of 16 bits, where a
+    page has a multiple of 8 rows.
 
     There is no gradient with respect to pages: for gradients call :func:`attention_vjp` on keys
     and values in order.

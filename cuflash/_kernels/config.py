@@ -118,7 +118,7 @@ class KernelConfig:
     tensor_maps: ClassVar[bool] = False  # does Hopper's copy engine load operands by them?
     owned: ClassVar[str] = "block_m"  # the side that a thread block computes results for
     splits_keys: ClassVar[bool] = False  # can it deal the keys of a tile out to several blocks?
-    of_few_rows: ClassVar[bool] = False  # are they dealt out to it where queries are few?
+    of_few_rows: ClassVar[bool] = False  # does it serve split keys of few queries?
     joins_results: ClassVar[bool] = False  # can its results join those over other keys?
     reads_pages: ClassVar[bool] = False  # can keys and values lie in pages?
     cluster_blocks: ClassVar[int] = 1  # thread blocks that share a tile

@@ -17,7 +17,7 @@ def come_by_rows(operand: Operand | None, request: Request) -> bool:
 
 
 def bias_comes(request: Request) -> bool:
-    """The same of a bias, whose rows also end so: only whole copies are made."""
+    """Whether the rows of a bias also end at multiples of 16 bytes: only whole copies are made."""
     bias = request.problem.bias
     return (
         bias is not None

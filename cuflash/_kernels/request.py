@@ -29,7 +29,7 @@ class Request(NamedTuple):
     device: str = ""  # its name
     grad_dtype: np.dtype[Any] | None = None  # of gradients; None: that of q
     tensor_maps: bool = True  # can the driver encode them, as that of CUDA 12 does?
-    look_up_bits: int = 0  # the last four bits of the addresses of a bias and a mask, by or
+    look_up_bits: int = 0  # low four bits of the addresses of bias and mask, or-ed
     simt: bool = False  # do CUDA cores multiply: operands do not fit, or are float64?
 
     @property

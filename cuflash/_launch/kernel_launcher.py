@@ -24,9 +24,9 @@ _LAUNCH = struct.Struct("<7I4xQQI4x")  # CUlaunchConfig: grid, block, bytes, str
 
 
 def extended_launch(kernel: Kernel, grid: int) -> Callable[[int, int, int], None] | None:
-    """As ``launchKernel``, of a kernel that may start before the one before it is done.
+    """``launchKernel`` of a kernel that may start while the stream's last kernel still runs.
 
-    None where the driver does not know it.
+    None where the driver has no cuLaunchKernelEx.
     """
     launch = function("cuLaunchKernelEx")
     if launch is None:
@@ -47,7 +47,7 @@ class KernelLauncher:
     The argument is the parameter struct: pointers in the order of ``names``, the bytes of
     ``params``, and for Hopper's kernels the tensor maps and the address of a tile counter.
     ``offsets`` move the pointers of each launch where one grid does not hold all batch entries.
-    ``overlaps``: the kernel may start before the one launched before it is done.
+    ``overlaps``: the kernel may start while the stream's last kernel still runs.
     """
 
     def __init__(

@@ -86,7 +86,7 @@ struct PartOfTile<true> {
 };
 using KeyPart = PartOfTile<Config::split_keys>;
 
-// By a kernel whose results another one combines: that one is to find its place meanwhile.
+// Called by a kernel whose parts forward_combine.cu adds up, which may start and find its row now.
 CUFLASH_DEVICE void let_combine_start() {
   if constexpr (Config::overlaps) ptx::launch_dependents();
 }

@@ -298,8 +298,8 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     return folds_scale ? at * log2_e - reference : fma(-reference, unit(), at) * log2_e;
   }
 
-  // The queries that rows stand for: where those of several heads follow each other, one row for
-  // one query, and more rows for any.
+  // The queries that rows stand for. Where rows of several heads follow each other, row r is query
+  // r % num_queries of its head: one row is one query, and several rows may be any.
   CUFLASH_DEVICE Range queries_of(Range rows) const {
     if constexpr (!Config::heads_in_rows) return rows;
     const int query = rows.begin % params.num_queries;
