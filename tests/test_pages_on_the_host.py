@@ -106,6 +106,30 @@ def test_parts_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     check(call, "causal")
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys", "in_order", "in_pages"),
+    [
+        (1, 496, 1, 1),
+        (1, 512, 1, 8),
+        (16, 2032, 1, 16),
+        (1, 2048, 16, 16),
+        (16, 9008, 29, 29),
+        (65, 1024, 1, 1),
+        (65, 2048, 8, 8),
+    ],
+)
+def test_only_few_queries_of_512_to_2047_keys_have_other_parts_in_order(
+    rows: int, keys: int, in_order: int, in_pages: int
+) -> None:
+    """With the tile of the pages."""
+    call = Paged(7, 16, keys // 16, rows, bfloat16, d=64)
+    options = cuflash.Options(enable_gqa=True, kv_lengths=call.lengths[:, None])
+    own = hardware.typical("sm_90")._replace(tensor_maps=False)
+    step, *_ = choose(in_pages_of(call, options)[0], own)
+    other, *_ = choose(describe(*call.contiguous(), options), own, override=step.config)
+    assert (other.splits, step.splits) == (in_order, in_pages)
+
+
 @pytest.mark.usefixtures("device")
 def test_rows_that_are_computed_pair_by_pair() -> None:
     """A value that is not finite is that of key 88: the first two of four rows do not see it."""
