@@ -271,13 +271,16 @@ def joined(arguments: argparse.Namespace) -> tuple[Any, Any]:
     import cupy
 
     if arguments.devices:
-        return distributed.from_devices(arguments.devices), cupy
+        return distributed.from_devices(arguments.devices, transport=arguments.transport), cupy
     return distributed.from_environment(), cupy
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Scaling of attention over GPUs.")
     parser.add_argument("--devices", type=int, nargs="+", help="GPUs that this process drives")
+    parser.add_argument(
+        "--transport", choices=("auto", "copy", "nccl"), default="auto", help="of these"
+    )
     parser.add_argument("--simulate", type=int, metavar="RANKS", help="on the CPU, over NumPy")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of each GPU, weak")
     parser.add_argument("--total", type=int, nargs="+", help=f"of all, strong (default: {TOTALS})")

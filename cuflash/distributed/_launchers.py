@@ -14,9 +14,11 @@ from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import finite
 from cuflash._problem.habits import answering_words
 from cuflash.distributed._communicator import Communicator
+from cuflash.distributed._copies import Peers, are_peers
+from cuflash.distributed._gpus import devices_of
 from cuflash.distributed._layout import counted, counted_rank
 from cuflash.distributed._links import joined
-from cuflash.distributed._nccl import Devices, Nccl, devices_of, nccl_module
+from cuflash.distributed._nccl import Nccl, NcclDevices, nccl_module
 from cuflash.distributed._processes import Processes
 
 SECRET = "CUFLASH_SECRET"
@@ -79,9 +81,7 @@ def connect(
     >>> comm.close()
     """
     rank, size = counted_rank(rank, size)
-    if not isinstance(transport, str) or transport not in TRANSPORTS:
-        wrong = wrong_value if isinstance(transport, str) else wrong_type
-        raise wrong("transport", shown(transport), " or ".join(map(repr, TRANSPORTS)))
+    transport = _word("transport", transport, TRANSPORTS)
     place, known = _place(address), _secret(secret)
     device = rank if device is None else counted("device", device, 0)
     to_join = _seconds("init_timeout", init_timeout)
@@ -191,13 +191,16 @@ def from_mpi(mpi: Any, /, *, address: str | None = None, **options: Any) -> Comm
     return connect(rank, size, address=place, secret=secret, **options)
 
 
-def from_devices(devices: Any, /) -> Communicator:
+def from_devices(devices: Any, /, *, transport: str = "auto") -> Communicator:
     """Ranks on several GPUs of this process; functions take and return lists then.
 
     Parameters
     ----------
     devices : list of int
         Numbers of GPUs.
+    transport : {"auto", "copy", "nccl"}
+        ``"copy"`` for GPUs that reach each other's memory: copy engines move arrays, which take no
+        SM. The default is that where they do, and else ``"nccl"``.
 
     Returns
     -------
@@ -206,9 +209,9 @@ def from_devices(devices: Any, /) -> Communicator:
     Raises
     ------
     TypeError, ValueError
-        For what is no list of different GPUs.
+        For what is no list of different GPUs, or copies between GPUs that are no peers.
     ImportError
-        Where CuPy, or NCCL, is not installed.
+        Where CuPy, or NCCL where that is used, is not installed.
 
     Examples
     --------
@@ -216,8 +219,16 @@ def from_devices(devices: Any, /) -> Communicator:
     >>> comm = distributed.from_devices([0, 1])  # doctest: +SKIP
     >>> q = distributed.shard(q, comm=comm)  # doctest: +SKIP
     """
+    transport = _word("transport", transport, ("auto", "copy", "nccl"))
+    numbers = devices_of(devices)
+    peers = transport != "nccl" and are_peers(numbers)
+    if transport == "copy" and not peers:
+        wrong = f"GPUs {shown(list(numbers))}, of which some cannot reach another's memory"
+        raise wrong_value("devices", wrong, 'peers for transport="copy"', 'use transport="nccl"')
+    if peers:
+        return Peers(numbers)
     _require_nccl()
-    return Devices.of(devices_of(devices))
+    return NcclDevices.of(numbers)
 
 
 def _over_nccl(control: Processes, device: int, init_timeout: float) -> Communicator:
@@ -304,6 +315,14 @@ def _place(address: Any) -> tuple[str, int]:
     if not host or not is_port:
         raise wrong_value("address", shown(address), expected)
     return host.strip("[]"), int(port)
+
+
+def _word(name: str, value: Any, words: tuple[str, ...]) -> str:
+    """One of the words."""
+    if not isinstance(value, str) or value not in words:
+        wrong = wrong_value if isinstance(value, str) else wrong_type
+        raise wrong(name, shown(value), " or ".join(map(repr, words)))
+    return value
 
 
 def _seconds(name: str, value: Any) -> float:

@@ -1,9 +1,7 @@
 """How do ranks meet whose arrays are on GPUs? Over NCCL, by CuPy's own communicator.
 
-Each GPU has one communicator and one stream of its own for it; sends and receives of an exchange
-are one group, so that none waits for another. The stream waits for what the caller's stream has
-done so far, and the caller's stream waits for it where the schedule says so: the host waits for
-nothing. A thread looks whether exchanges end in time, and where a rank fails it aborts the
+Each GPU has one communicator; sends and receives of an exchange are one group, so that none waits
+for another. A thread looks whether exchanges end in time, and where a rank fails it aborts the
 communicator, which frees the GPU: kernels of NCCL wait for ever otherwise.
 """
 
@@ -18,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash._arrays import Array, imported_cupy, is_cupy
-from cuflash._errors import shown, wrong_type, wrong_value
-from cuflash.distributed._communicator import CommunicationError, Communicator, Exchange
+from cuflash._arrays import Array, imported_cupy
+from cuflash.distributed._communicator import CommunicationError, Exchange
+from cuflash.distributed._gpus import Begun, Devices, Gpu
 from cuflash.distributed._processes import Processes
 
 _LOOK = 0.1  # seconds between looks at exchanges that have begun
@@ -34,13 +32,6 @@ def nccl_module() -> Any:
     return nccl
 
 
-class _Begun(NamedTuple):
-    """Exchanges by rank, which hold arrays, and where they end on their streams."""
-
-    events: Mapping[int, Any]
-    exchanges: Mapping[int, Exchange]
-
-
 class _Awaited(NamedTuple):
     """An exchange of this rank: where it ends, since when, and a rank that takes part in it."""
 
@@ -49,110 +40,64 @@ class _Awaited(NamedTuple):
     other: int
 
 
-class _Gpu:
-    """One GPU's communicator and stream."""
+class _Gpu(Gpu):
+    """One GPU, its stream and its communicator of NCCL."""
 
     def __init__(self, device: int, nccl: Any) -> None:
-        self._cupy = imported_cupy()
-        self.device, self.nccl = device, nccl
-        with self.on():
-            self._stream = self._cupy.cuda.Stream(non_blocking=True, priority=-1)
-
-    def on(self) -> Any:
-        """Context in which the GPU is current."""
-        return self._cupy.cuda.Device(self.device)
+        super().__init__(device)
+        self.nccl = nccl
 
     def post(self, exchange: Exchange) -> None:
-        """Begin sends and receives, within a group, after what the current stream has done."""
+        """Begin sends and receives, within a group, after what the current stream has done.
+
+        The current stream goes on when NCCL's has come here: a kernel with a block on every SM
+        that began first would leave NCCL none until it ends.
+        """
         byte = nccl_module().NCCL_UINT8
         with self.on():
-            self._stream.wait_event(self._cupy.cuda.get_current_stream().record())
+            self.stream.wait_event(self.done())
+            self.wait(self.ended())
             send, receive = self.nccl.send, self.nccl.recv
             for call, pairs in ((send, exchange.sends), (receive, exchange.receives)):
                 for other, array in pairs:
                     if array.nbytes:
-                        call(array.data.ptr, array.nbytes, byte, other, self._stream.ptr)
-
-    def ended(self) -> Any:
-        """An event where all that was posted ends."""
-        with self.on():
-            return self._stream.record()
-
-    def wait(self, event: Any) -> None:
-        """Let the current stream wait."""
-        with self.on():
-            self._cupy.cuda.get_current_stream().wait_event(event)
+                        call(array.data.ptr, array.nbytes, byte, other, self.stream.ptr)
 
     def abort(self) -> None:
         """Give the communicator back; kernels that wait end."""
         with self.on():
             self.nccl.abort()
 
-    def free_memory(self) -> int:
-        """Bytes that the GPU, or CuPy's pool, can still give."""
-        with self.on():
-            free, _ = self._cupy.cuda.runtime.memGetInfo()
-            return int(free + self._cupy.get_default_memory_pool().free_bytes())
 
+class NcclDevices(Devices):
+    """Ranks on GPUs of one process, or one of several, over NCCL."""
 
-class Devices(Communicator):
-    """Ranks on GPUs that one process runs, all or one of several."""
-
-    def __init__(self, gpus: Mapping[int, _Gpu], size: int, rank: int | None = None) -> None:
-        super().__init__(size, rank)
-        self._gpus = gpus  # of own ranks
+    gpus: Mapping[int, _Gpu]
 
     @classmethod
-    def of(cls, devices: Sequence[int]) -> Devices:
+    def of(cls, devices: Sequence[int]) -> NcclDevices:
         """All ranks."""
         found = nccl_module().NcclCommunicator.initAll(list(devices))
-        gpus = map(_Gpu, devices, found)
-        return cls(dict(enumerate(gpus)), len(devices))
+        return cls(dict(enumerate(map(_Gpu, devices, found))), len(devices))
 
-    def check_library(self, name: str, array: Array) -> None:
-        """Raise a TypeError for NumPy arrays."""
-        if not is_cupy(array):
-            fix = 'connect with transport="host" for NumPy arrays'
-            raise wrong_type(name, "a NumPy array", "CuPy arrays over NCCL", fix)
-
-    def start(self, exchanges: Mapping[int, Exchange]) -> _Begun:
+    def start(self, exchanges: Mapping[int, Exchange]) -> Begun:
         """Begin all in one group."""
         nccl = nccl_module()
         nccl.groupStart()
         try:
-            for rank, gpu in self._gpus.items():
+            for rank, gpu in self.gpus.items():
                 gpu.post(exchanges[rank])
         finally:
             nccl.groupEnd()
-        events = {rank: gpu.ended() for rank, gpu in self._gpus.items()}
-        return _Begun(events, exchanges)
-
-    def wait(self, ticket: _Begun) -> None:
-        """Let the current stream of each GPU wait; what was sent is held until here."""
-        for rank, gpu in self._gpus.items():
-            gpu.wait(ticket.events[rank])
-
-    def on(self, rank: int) -> Any:
-        """Context in which a rank's GPU is current."""
-        return self._gpus[rank].on()
-
-    def free_memory(self, rank: int) -> int | None:
-        """Bytes that a rank's GPU can still give."""
-        return self._gpus[rank].free_memory()
-
-    def give_up(self, error: BaseException) -> None:
-        """Let each GPU wait for what has begun, before the memory of its arrays is given away."""
-        del error
-        for gpu in self._gpus.values():
-            gpu.wait(gpu.ended())
+        return Begun({rank: (gpu.ended(),) for rank, gpu in self.gpus.items()}, exchanges)
 
     def close(self) -> None:
         """Give the communicators back."""
-        for gpu in self._gpus.values():
+        for gpu in self.gpus.values():
             gpu.abort()
 
 
-class Nccl(Devices):
+class Nccl(NcclDevices):
     """One rank of several processes, on one GPU; ``control`` joins the same processes.
 
     Attributes
@@ -185,17 +130,17 @@ class Nccl(Devices):
         """What every rank says."""
         return self.control.agree(facts)
 
-    def start(self, exchanges: Mapping[int, Exchange]) -> _Begun:
+    def start(self, exchanges: Mapping[int, Exchange]) -> Begun:
         """Begin on the communicator's stream."""
         self.check()
         begun = super().start(exchanges)
         exchange = exchanges[self.rank]
         other = next((r for r, _ in (*exchange.receives, *exchange.sends)), self.rank)
-        self._begun.append(_Awaited(begun.events[self.rank], time.monotonic(), other))
+        self._begun.append(_Awaited(begun.events[self.rank][0], time.monotonic(), other))
         self.control.progress += 1
         return begun
 
-    def wait(self, ticket: _Begun) -> None:
+    def wait(self, ticket: Begun) -> None:
         """Let the current stream wait; what was sent is held until here."""
         self.check()
         super().wait(ticket)
@@ -239,20 +184,6 @@ class Nccl(Devices):
             rooms = cupy.zeros((2, self.size, 1), np.uint8)
         sends, receives = (tuple((r, room[r]) for r in others) for room in rooms)
         self.wait(self.start({self.rank: Exchange(sends, receives)}))
-
-
-def devices_of(devices: Any) -> tuple[int, ...]:
-    """Numbers of GPUs, each once."""
-    expected = "a list of different numbers of GPUs"
-    if not isinstance(devices, list | tuple | range):
-        raise wrong_type("devices", shown(devices), expected)
-    numbers = tuple(devices)
-    if not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
-        raise wrong_type("devices", shown(devices), expected)
-    number = imported_cupy().cuda.runtime.getDeviceCount()
-    if not numbers or len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(number)):
-        raise wrong_value("devices", shown(devices), f"{expected} from 0 to {number - 1}")
-    return numbers
 
 
 def _refuse_shared_gpus(control: Processes, device: int) -> None:
