@@ -7,6 +7,7 @@ once more, from the picture in `kernels_cu/tile/fragment.cuh`.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,17 @@ from test_covering import check
 
 import cuflash
 from cuflash import Options
-from cuflash._kernels import split_queries
+from cuflash._kernels import fused_backward, split_queries
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
+from cuflash._problem.formulas import formulas_of
 from cuflash._problem.layout import Layout
 from cuflash._problem.packed import describe_packed
-from cuflash._problem.problem import Problem, describe
+from cuflash._problem.problem import Problem, changed, describe
 from cuflash.testing._budget import Budget
 from cuflash.tuning import BackwardConfigs
-from support import chosen, covering
-from support.problems import Call, make_call
+from support import chosen, covering, memory
+from support.problems import CANONICAL, Call, make_call
 from support.problems import run as run_call
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -217,22 +219,115 @@ def test_a_workspace_has_room_for_every_part_and_sum(monkeypatch: pytest.MonkeyP
     assert places["dkv_parts"] % 128 == places["sums"] % 128 == 0
 
 
+def in_one_pass(number: int, row: covering.Row) -> covering.Row:
+    """A row as one pass serves it on a Hopper, with several parts.
+
+    The copy engine loads these head sizes and layouts. Beyond padded head size 96 there are no
+    registers for a bias. Heads share keys where the queries of one head are not parted.
+    """
+    wide = row["bias"] == "none" and number % 2 == 1
+    own = row["heads"] == "own" and row["packed"] == "no" and not wide
+    return row | {
+        "d": "112" if wide else ("24", "40", "72")[number % 3],
+        "d_v": "24",
+        "heads": "own" if own else "grouped",
+        "layout": ("dense", "sequence outside heads")[number // 2 % 2],
+    }
+
+
+_OF_HALVES = [row for row in covering.rows() if row["dtype"] in ("float16", "bfloat16")]
+ROWS = list(itertools.starmap(in_one_pass, enumerate(_OF_HALVES[::4])))
+
+
+def call_with_options(number: int) -> Call:
+    """The call of a row, with arrays that begin at multiples of 16 bytes."""
+    return covering.call_of(ROWS[number], number, times=8).but(lead=memory.ALIGNED)
+
+
+@pytest.fixture
+def numbers_of_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lets one pass compute every gradient that it can, in parts, and lists how many.
+
+    As many as entries that share keys, or twice as many where parts may share an entry. Masks and
+    segments would take one pass by ``config=`` alone.
+    """
+    found: list[int] = []
+
+    def parts(problem: Problem, config: Any, _: int) -> int:
+        alone = problem.cu_seqlens_q is not None or not split_queries.may_split_rows(config)
+        found.append(split_queries.entries_that_share(problem) * (1 if alone else 2))
+        return found[-1]
+
+    def sums(_: Problem, config: Any, __: int) -> int:
+        return 3 if config.deterministic else 1
+
+    monkeypatch.setattr(fused_backward, "wins", lambda *_: True)
+    monkeypatch.setattr(split_queries, "parts_of", parts)
+    monkeypatch.setattr(split_queries, "sums_of_dq", sums)
+    return found
+
+
+@pytest.mark.usefixtures("numbers_of_parts")
+def test_rows_of_options_have_parts_on_a_hopper() -> None:
+    """All of them: every level of a factor is among them, and parts of both kinds are."""
+    of_rows: Counter[bool] = Counter()
+    for number in range(len(ROWS)):
+        call = call_with_options(number)
+        steps = choose(
+            described(call), hardware.typical("sm_90a"), wanted=Wanted.of("qkv"),
+            deterministic=call.deterministic,
+        )  # fmt: skip
+        kernels = [step.config.kernel for step in steps]
+        assert kernels[-3:] == ["backward_sm90", "backward_combine", "backward_convert"], number
+        assert steps[-3].splits > 1
+        of_rows[steps[-3].config.split_rows] += 1
+    assert min(of_rows[True], of_rows[False]) >= 4
+    own = {"dtype", "operand dtypes", "d", "d_v", "layout"}
+    levels = {(name, level) for name in covering.FACTORS.keys() - own
+              for level in covering.FACTORS[name]}  # fmt: skip
+    assert levels - {pair for row in ROWS for pair in row.items()} == {("heads", "broadcast")}
+
+
+def described(call: Call) -> Problem:
+    """The problem of a call on a GPU."""
+    pairs = call.axes or CANONICAL
+    q, k, v = (on_device(np.ascontiguousarray(np.moveaxis(array, (-2, -1), pair)))
+               for array, pair in zip(call.qkv, pairs, strict=False))  # fmt: skip
+    options = Options(**call.options)
+    if call.sequences:
+        ends = {
+            f"cu_seqlens_{name}": on_device(np.linspace(0, rows, call.sequences + 1, dtype="i4"))
+            for name, rows in (("q", call.q.shape[-2]), ("k", call.k.shape[-2]))
+        }
+        problem = describe_packed(q, k, v, options, ends, axes=call.axes, precision=None)
+    else:
+        problem = describe(q, k, v, options, axes=call.axes)
+    return changed(problem, formulas=formulas_of(options))
+
+
 # --- on a GPU -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def split_into(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Splits the queries and sums of dq of every call into so many."""
+def on_hopper() -> Any:
+    """A device with wgmma, and no plans from before a test."""
     if cupy.cuda.Device().compute_capability != "90":
         pytest.skip("the device has no wgmma")
+    plan_cache.forget()
+    yield
+    plan_cache.forget()
+
+
+@pytest.fixture
+def split_into(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Splits the queries and sums of dq of every call into so many."""
 
     def into(parts: int, sums: int) -> None:
         plan_cache.forget()
         monkeypatch.setattr(split_queries, "parts_of", lambda *_: parts)
         monkeypatch.setattr(split_queries, "sums_of_dq", lambda *_: sums)
 
-    yield into
-    plan_cache.forget()
+    return into
 
 
 def gradients_of(call: Call) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, np.ndarray]]:
@@ -317,31 +412,12 @@ def test_lengths_of_an_entry_change_no_bits_of_another(split_into: Any) -> None:
         assert gradient.tobytes() == found[1][name].tobytes()
 
 
-#: Rows of the covering array, with head sizes and layouts that Hopper's kernels can load.
-OF_HALVES = [
-    row | {"d": "between tiles", "d_v": "24"}
-    for row in covering.rows()
-    if row["dtype"] in ("float16", "bfloat16")
-    and row["layout"] in ("dense", "sequence outside heads")
-][::3]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", range(len(OF_HALVES)))
+@pytest.mark.parametrize("number", range(len(ROWS)))
 def test_options_compose_with_parts(
-    split_into: Any, monkeypatch: pytest.MonkeyPatch, number: int
+    on_hopper: None, numbers_of_parts: list[int], number: int
 ) -> None:
-    """As many parts as entries share keys, or twice as many where they may share an entry."""
-    split_into(1, 3)
-    asked = []
-
-    def parts(problem: Problem, config: Any, _: int) -> int:
-        asked.append(config)
-        alone = problem.cu_seqlens_q is not None or not split_queries.may_split_rows(config)
-        return split_queries.entries_that_share(problem) * (1 if alone else 2)
-
-    monkeypatch.setattr(split_queries, "parts_of", parts)
-    call = covering.call_of(OF_HALVES[number], number, times=8)
+    call = call_with_options(number)
     check(call, run_call(cupy, call))
-    if not asked:
-        pytest.skip("two kernels, or portable ones, serve it")
+    assert numbers_of_parts, "other kernels have served it"
+    assert min(numbers_of_parts) > 1
