@@ -7,34 +7,30 @@ once more, from the picture in `kernels_cu/tile/fragment.cuh`.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
-from test_covering import check
 
 import cuflash
 from cuflash import Options
-from cuflash._kernels import fused_backward, split_queries
+from cuflash._kernels import split_queries
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
-from cuflash._problem.formulas import formulas_of
 from cuflash._problem.layout import Layout
 from cuflash._problem.packed import describe_packed
-from cuflash._problem.problem import Problem, changed, describe
+from cuflash._problem.problem import Problem, describe
 from cuflash.testing._budget import Budget
 from cuflash.tuning import BackwardConfigs
-from support import chosen, covering, memory
-from support.problems import CANONICAL, Call, make_call
-from support.problems import run as run_call
+from support import chosen
+from support.problems import Call, make_call
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from test_dq_sums_on_the_host import sums_of  # noqa: E402
 
-from cuflash._launch import plan, plan_cache  # noqa: E402
+from cuflash._launch import plan, plan_cache, run  # noqa: E402
 from cuflash._launch.workspace import Workspace  # noqa: E402
 from cuflash._select import hardware  # noqa: E402
 from cuflash._select.choose import LaunchStep, Wanted, choose  # noqa: E402
@@ -219,115 +215,63 @@ def test_a_workspace_has_room_for_every_part_and_sum(monkeypatch: pytest.MonkeyP
     assert places["dkv_parts"] % 128 == places["sums"] % 128 == 0
 
 
-def in_one_pass(number: int, row: covering.Row) -> covering.Row:
-    """A row as one pass serves it on a Hopper, with several parts.
-
-    The copy engine loads these head sizes and layouts. Beyond padded head size 96 there are no
-    registers for a bias. Heads share keys where the queries of one head are not parted.
-    """
-    wide = row["bias"] == "none" and number % 2 == 1
-    own = row["heads"] == "own" and row["packed"] == "no" and not wide
-    return row | {
-        "d": "112" if wide else ("24", "40", "72")[number % 3],
-        "d_v": "24",
-        "heads": "own" if own else "grouped",
-        "layout": ("dense", "sequence outside heads")[number // 2 % 2],
-    }
+def gradient_of(
+    heads: tuple[int, int], rows: int, d: int, batch: int = 1, **options: Any
+) -> tuple[LaunchStep, Workspace]:
+    """On a Hopper, of self attention: the step of all gradients, and the workspace."""
+    q, k = (np.empty((batch, n, rows, d), bfloat16) for n in heads)
+    problem = describe(q, k, k, Options(enable_gqa=heads[0] != heads[1], **options))
+    steps = choose(problem, hardware.typical("sm_90"), wanted=Wanted.of("qkv"))
+    fused = next(step for step in steps if step.config.computes == "dqkv")
+    return fused, run._backward_workspace(problem, steps)
 
 
-_OF_HALVES = [row for row in covering.rows() if row["dtype"] in ("float16", "bfloat16")]
-ROWS = list(itertools.starmap(in_one_pass, enumerate(_OF_HALVES[::4])))
+def test_workspaces_have_the_sizes_of_the_document() -> None:
+    """``docs/backward-sm90.md``, "Few tiles"."""
+    heads_of = {64: 32, 128: 16, 192: 16, 256: 8}
+    wholes = [gradient_of((h, h), 4096, d, batch=4)[1].size for d, h in heads_of.items()]
+    assert [round(size / 1e6, 1) for size in wholes] == [138.4, 136.3, 203.5, 135.3]
+    sums = [gradient_of((32, 32), rows, 64, batch=4)[1].sums / rows for rows in (1, 17)]
+    assert [round(size / (4 * 4 * 32 * 64), 2) for size in sums] == [16, 1.88]
+    fused, scratch = gradient_of((6, 6), 65_536, 64)
+    sizes = [round(size / 1e6) for size in (scratch.size, scratch.dkv_parts)]
+    assert (fused.splits, sizes) == (2, [506, 403])
 
 
-def call_with_options(number: int) -> Call:
-    """The call of a row, with arrays that begin at multiples of 16 bytes."""
-    return covering.call_of(ROWS[number], number, times=8).but(lead=memory.ALIGNED)
-
-
-@pytest.fixture
-def numbers_of_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lets one pass compute every gradient that it can, in parts, and lists how many.
-
-    As many as entries that share keys, or twice as many where parts may share an entry. Masks and
-    segments would take one pass by ``config=`` alone.
-    """
-    found: list[int] = []
-
-    def parts(problem: Problem, config: Any, _: int) -> int:
-        alone = problem.cu_seqlens_q is not None or not split_queries.may_split_rows(config)
-        found.append(split_queries.entries_that_share(problem) * (1 if alone else 2))
-        return found[-1]
-
-    def sums(_: Problem, config: Any, __: int) -> int:
-        return 3 if config.deterministic else 1
-
-    monkeypatch.setattr(fused_backward, "wins", lambda *_: True)
-    monkeypatch.setattr(split_queries, "parts_of", parts)
-    monkeypatch.setattr(split_queries, "sums_of_dq", sums)
-    return found
-
-
-@pytest.mark.usefixtures("numbers_of_parts")
-def test_rows_of_options_have_parts_on_a_hopper() -> None:
-    """All of them: every level of a factor is among them, and parts of both kinds are."""
-    of_rows: Counter[bool] = Counter()
-    for number in range(len(ROWS)):
-        call = call_with_options(number)
-        steps = choose(
-            described(call), hardware.typical("sm_90a"), wanted=Wanted.of("qkv"),
-            deterministic=call.deterministic,
-        )  # fmt: skip
-        kernels = [step.config.kernel for step in steps]
-        assert kernels[-3:] == ["backward_sm90", "backward_combine", "backward_convert"], number
-        assert steps[-3].splits > 1
-        of_rows[steps[-3].config.split_rows] += 1
-    assert min(of_rows[True], of_rows[False]) >= 4
-    own = {"dtype", "operand dtypes", "d", "d_v", "layout"}
-    levels = {(name, level) for name in covering.FACTORS.keys() - own
-              for level in covering.FACTORS[name]}  # fmt: skip
-    assert levels - {pair for row in ROWS for pair in row.items()} == {("heads", "broadcast")}
-
-
-def described(call: Call) -> Problem:
-    """The problem of a call on a GPU."""
-    pairs = call.axes or CANONICAL
-    q, k, v = (on_device(np.ascontiguousarray(np.moveaxis(array, (-2, -1), pair)))
-               for array, pair in zip(call.qkv, pairs, strict=False))  # fmt: skip
-    options = Options(**call.options)
-    if call.sequences:
-        ends = {
-            f"cu_seqlens_{name}": on_device(np.linspace(0, rows, call.sequences + 1, dtype="i4"))
-            for name, rows in (("q", call.q.shape[-2]), ("k", call.k.shape[-2]))
-        }
-        problem = describe_packed(q, k, v, options, ends, axes=call.axes, precision=None)
-    else:
-        problem = describe(q, k, v, options, axes=call.axes)
-    return changed(problem, formulas=formulas_of(options))
+@pytest.mark.parametrize(
+    ("d", "group", "most"),
+    [(64, 1, 34), (96, 1, 65), (128, 1, 65), (64, 8, 113), (128, 8, 225)],
+)
+def test_what_few_tiles_take_is_bounded(d: int, group: int, most: int) -> None:
+    """In MB, beyond one sum of dq; ``docs/backward-sm90.md`` says so."""
+    split = 0
+    for heads, tiles, causal in itertools.product(range(1, 133), range(1, 133), (False, True)):
+        if heads * tiles > 132:
+            continue
+        fused, scratch = gradient_of((heads * group, heads), 128 * tiles, d, causal=causal)
+        further = scratch.sums - scratch.sums // fused.dq_sums
+        assert scratch.dkv_parts + further <= 1e6 * most
+        assert further <= 2 * 132 * 4 * fused.config.block_m * d
+        split += fused.splits > 1
+    assert split > 200
 
 
 # --- on a GPU -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def on_hopper() -> Any:
-    """A device with wgmma, and no plans from before a test."""
+def split_into(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Splits the queries and sums of dq of every call into so many."""
     if cupy.cuda.Device().compute_capability != "90":
         pytest.skip("the device has no wgmma")
-    plan_cache.forget()
-    yield
-    plan_cache.forget()
-
-
-@pytest.fixture
-def split_into(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Splits the queries and sums of dq of every call into so many."""
 
     def into(parts: int, sums: int) -> None:
         plan_cache.forget()
         monkeypatch.setattr(split_queries, "parts_of", lambda *_: parts)
         monkeypatch.setattr(split_queries, "sums_of_dq", lambda *_: sums)
 
-    return into
+    yield into
+    plan_cache.forget()
 
 
 def gradients_of(call: Call) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, np.ndarray]]:
@@ -410,14 +354,3 @@ def test_lengths_of_an_entry_change_no_bits_of_another(split_into: Any) -> None:
         found.append({name: array[1] for name, array in gradients.items()})
     for name, gradient in found[0].items():
         assert gradient.tobytes() == found[1][name].tobytes()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("number", range(len(ROWS)))
-def test_options_compose_with_parts(
-    on_hopper: None, numbers_of_parts: list[int], number: int
-) -> None:
-    call = call_with_options(number)
-    check(call, run_call(cupy, call))
-    assert numbers_of_parts, "other kernels have served it"
-    assert min(numbers_of_parts) > 1
