@@ -183,6 +183,26 @@ def test_threads_write_all_elements_and_no_other(counts, cut, terms):
     assert counts == [NEIGHBOURS if several else 1]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("cut", CUTS)
+def test_arrays_on_a_gpu(cut, terms):
+    import cupy
+
+    of_cut, _ = CUTS[cut]
+    shape = (2, 3, 6, 16)
+    for of_total in (BF16, np.float16, np.float32):
+        parts = [numbers(shape, np.float32, seed) for seed in range(terms)]
+        expected = np.full(shape, 7, of_total)
+        of_cut(expected)[...] = expected_of(tuple(map(of_cut, parts)), of_total)
+        total = cupy.asarray(np.full(shape, 7, of_total))
+        write_sum(of_cut(total), *(of_cut(cupy.asarray(part)) for part in parts))
+        assert_same_bits(cupy.asnumpy(total), expected)
+    array = of_cut(cupy.asarray(parts[0]))
+    assert contiguous(array).flags.c_contiguous
+    np.testing.assert_array_equal(cupy.asnumpy(contiguous(array)), of_cut(parts[0]))
+
+
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("of_total", [np.float16, np.float32])
 @pytest.mark.parametrize("which", range(3))
