@@ -1,4 +1,4 @@
-"""How do calls take the kernels of other devices on one that has better ones?"""
+"""Which kernels do calls take, and how those of other devices on one that has better ones?"""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from cuflash._select import hardware
 from cuflash._select.hardware import Hardware
 
 
-def portable_kernels() -> Any:
-    """Context in which they do; the configurations of kernels that are planned there are listed."""
-    import cupy  # or what stands for it just now
+def planned_kernels() -> Any:
+    """Context in which calls are planned anew, with the configurations of their kernels."""
+    return _planned_for(_here())
 
-    here = hardware.of_device(cupy.cuda.runtime.getDevice())
-    return _planned_for(here._replace(tensor_maps=False))
+
+def portable_kernels() -> Any:
+    """The same of kernels that every architecture has."""
+    return _planned_for(_here()._replace(tensor_maps=False))
 
 
 def planned_launchers() -> list[KernelLauncher]:
@@ -31,6 +33,12 @@ def planned_launchers() -> list[KernelLauncher]:
 def kernels_of(arch: str) -> Any:
     """The same of an architecture: what it multiplies with, its shared memory."""
     return _planned_for(hardware.typical(arch)._replace(tensor_maps=False))
+
+
+def _here() -> Hardware:
+    import cupy  # or what stands for it just now
+
+    return hardware.of_device(cupy.cuda.runtime.getDevice())
 
 
 @contextmanager
