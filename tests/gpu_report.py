@@ -2,11 +2,12 @@
 
     python -m pytest --gpu-report tests/gpu_report.json
 
-writes ``device, driver, cupy, nvrtc, passed, failed, skipped, seconds, digest`` and, under
-``tests``, the outcome of every test marked gpu. The counts are of GPU tests alone; ``others``
+writes ``device, driver, cupy, nvrtc, passed, failed, skipped, seconds, digest, ranks_digest`` and,
+under ``tests``, the outcome of every test marked gpu. The counts are of GPU tests alone; ``others``
 counts the rest of the same runs. A report of the same digest is continued, so that a run may be
-split into shards: the latest result of a test counts, and being skipped displaces no result. A run
-in which no GPU test ran leaves the file alone.
+split into shards: the latest result of a test counts, and being skipped displaces no result. Tests
+of several ranks are left out where ``ranks_digest`` is another. A run in which no GPU test ran
+leaves the file alone.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ from typing import Any
 import pytest
 
 from cuflash._timing.machine import versions
-from gpu_digest import digest
+from gpu_digest import sources
 
 OUTCOMES = ("passed", "failed", "skipped")
 MACHINE = ("device", "driver", "cupy", "nvrtc")
 NAME = "gpu-report-recorder"
+#: Tests that go through ``cuflash/distributed``.
+OF_RANKS = {
+    "tests/test_parts_of_calls.py::test_dropout_of_ranks_has_the_bits_of_one_gpu",
+    "tests/test_parts_of_calls.py::test_ranks_on_one_gpu",
+}
 Outcomes = dict[str, str]  # by node id
 
 
@@ -48,7 +54,7 @@ class Recorder:
         self.path = path
         self.config = config
         self.started = time.perf_counter()
-        self.digest = digest()
+        self.sources = sources()
         self.gpu: Outcomes = {}
         self.others: Outcomes = {}
         self.message = ""
@@ -75,7 +81,7 @@ class Recorder:
         ran = Counter(self.gpu.values())
         if not ran["passed"] + ran["failed"]:
             self.message = "no GPU test ran, the report is left as it is"
-        elif digest() != self.digest:
+        elif sources() != self.sources:
             self.message = "the sources changed during the run, nothing written"
         else:
             report = joined(self.read(), self.report())
@@ -96,7 +102,7 @@ class Recorder:
         return {
             **describe_machine(),
             "seconds": time.perf_counter() - self.started,
-            "digest": self.digest,
+            **self.sources,
             "others": dict(Counter(self.others.values())),
             "tests": self.gpu,
         }
@@ -108,11 +114,10 @@ class Recorder:
 
 def joined(earlier: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """Continue the report of earlier shards by one run; another digest starts anew."""
-    tests: Outcomes = {}
+    tests = still_valid(earlier, run)
     seconds, others = run["seconds"], Counter(run["others"])
     machine = {name: run[name] for name in MACHINE}
     if earlier.get("digest") == run["digest"]:
-        tests = flat(earlier.get("tests", {}))
         seconds += earlier["seconds"]
         others += Counter(earlier["others"])
         for name in MACHINE:
@@ -128,9 +133,19 @@ def joined(earlier: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         **{outcome: counts[outcome] for outcome in OUTCOMES},
         "seconds": round(seconds, 1),
         "digest": run["digest"],
+        "ranks_digest": run["ranks_digest"],
         "others": {outcome: others[outcome] for outcome in OUTCOMES},
         "tests": nested(tests),
     }
+
+
+def still_valid(report: dict[str, Any], now: dict[str, Any]) -> Outcomes:
+    """Return the outcomes in a report that are of the sources of now."""
+    if report.get("digest") != now["digest"]:
+        return {}
+    same_ranks = report.get("ranks_digest") == now["ranks_digest"]
+    tests = flat(report.get("tests", {}))
+    return {n: o for n, o in tests.items() if same_ranks or n.partition("[")[0] not in OF_RANKS}
 
 
 def nested(tests: Outcomes) -> dict[str, dict[str, list[str]]]:

@@ -2,7 +2,8 @@
 
 A host thread that waits for a device cannot be interrupted, so the process ends: the stacks of all
 threads, the repro line and, where one is written, the GPU report come first. A property's limit is
-per example.
+per example. A kernel that the test's thread compiles has more time, and the limit begins anew after
+it: where other processes compile as well, that takes long and hangs nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import gpu_report
+from cuflash._jit import compilation
 
 EXIT_STATUS = 3
 GRACE = 10.0  # seconds for the polite end; then faulthandler's own thread ends the process
@@ -28,20 +32,20 @@ STDERR = pytest.StashKey[int]()  # a file descriptor that pytest never captures
 class Watchdog:
     """A timer that is wound at the start of every case and ends the process when it runs out."""
 
-    def __init__(self, item: pytest.Item, seconds: float) -> None:
+    def __init__(self, item: pytest.Item) -> None:
         self.item = item
-        self.seconds = seconds
         self.timer: threading.Timer | None = None
 
-    def wind(self) -> None:
-        """Start the time anew."""
+    def wind(self, *, slow: bool = False) -> None:
+        """Start the time anew: that of the test, or of a slow one."""
         self.stop()
-        self.timer = threading.Timer(self.seconds, self.bite)
+        seconds = limit(self.item, slow=slow)
+        self.timer = threading.Timer(seconds, self.bite, [seconds])
         self.timer.daemon = True
         self.timer.start()
         # Does its work without the interpreter lock, should a call hold that.
         faulthandler.dump_traceback_later(
-            self.seconds + GRACE, exit=True, file=self.item.config.stash[STDERR]
+            seconds + GRACE, exit=True, file=self.item.config.stash[STDERR]
         )
 
     def stop(self) -> None:
@@ -50,14 +54,14 @@ class Watchdog:
             self.timer.cancel()
             faulthandler.cancel_dump_traceback_later()
 
-    def bite(self) -> None:
+    def bite(self, seconds: float) -> None:
         """Tell what hung, record it as failed and end the process."""
         config = self.item.config
         capture = config.pluginmanager.get_plugin("capturemanager")
         if capture is not None:
             capture.suspend_global_capture(in_=True)
         nodeid = self.item.nodeid
-        print(f"\nHANG after {self.seconds:g} s: {nodeid}", file=sys.stderr)
+        print(f"\nHANG after {seconds:g} s: {nodeid}", file=sys.stderr)
         print(f'repeat: python -m pytest "{nodeid}"', file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         recorder = config.pluginmanager.get_plugin(gpu_report.NAME)
@@ -69,17 +73,19 @@ class Watchdog:
         os._exit(EXIT_STATUS)
 
 
-def limit(item: pytest.Item) -> float:
-    """Seconds that one case of a test may take."""
+def limit(item: pytest.Item, *, slow: bool = False) -> float:
+    """Seconds that one case of a test may take, or may take if it is slow."""
     seconds = float(item.config.getoption("--gpu-timeout"))
-    return seconds * SLOW_FACTOR if item.get_closest_marker("slow") else seconds
+    return seconds * SLOW_FACTOR if slow or item.get_closest_marker("slow") else seconds
 
 
-def per_example(item: pytest.Item, watchdog: Watchdog) -> Callable[[], None]:
-    """Wind the watchdog before every example of a property; return what undoes that."""
+@contextmanager
+def per_example(item: pytest.Item, watchdog: Watchdog) -> Iterator[None]:
+    """Wind the watchdog before every example of a property."""
     handle = getattr(getattr(item, "obj", None), "hypothesis", None)
     if handle is None:
-        return lambda: None
+        yield
+        return
     inner: Callable[..., Any] = handle.inner_test
 
     @functools.wraps(inner)
@@ -87,12 +93,27 @@ def per_example(item: pytest.Item, watchdog: Watchdog) -> Callable[[], None]:
         watchdog.wind()
         return inner(*args, **kwargs)
 
-    handle.inner_test = wound
+    with mock.patch.object(handle, "inner_test", wound):
+        yield
 
-    def restore() -> None:
-        handle.inner_test = inner
 
-    return restore
+@contextmanager
+def per_compile(watchdog: Watchdog) -> Iterator[None]:
+    """Give the time of a slow test to each call of NVRTC by this thread, and wind after it."""
+    inner, own = compilation._nvrtc, threading.get_ident()
+
+    @functools.wraps(inner)
+    def wound(*args: Any) -> Any:
+        if threading.get_ident() != own:
+            return inner(*args)
+        watchdog.wind(slow=True)
+        try:
+            return inner(*args)
+        finally:
+            watchdog.wind()
+
+    with mock.patch.object(compilation, "_nvrtc", wound):
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
@@ -100,14 +121,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Watch set-up, call and tear-down of every test marked gpu."""
     if not item.get_closest_marker("gpu") or limit(item) <= 0:
         return (yield)
-    watchdog = Watchdog(item, limit(item))
-    restore = per_example(item, watchdog)
-    watchdog.wind()
-    try:
-        return (yield)
-    finally:
-        watchdog.stop()
-        restore()
+    watchdog = Watchdog(item)
+    with per_example(item, watchdog), per_compile(watchdog):
+        watchdog.wind()
+        try:
+            return (yield)
+        finally:
+            watchdog.stop()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_digest import ROOT, digest
+from gpu_digest import ROOT, digest, ranks_digest
 
 
 @pytest.fixture
@@ -31,11 +31,7 @@ def test_a_file_that_moves_leaves_results_valid(checkout: Path) -> None:
     moved = checkout / "cuflash" / "_launch" / "elsewhere"
     moved.mkdir()
     shutil.move(checkout / "cuflash" / "_launch" / "run.py", moved / "launches.py")
-    edited(
-        moved / "launches.py",
-        "from cuflash._launch import plan_cache",
-        "from cuflash.x import plan_cache",
-    )
+    edited(moved / "launches.py", "cuflash._launch import plan_cache", "x import plan_cache")
     edited(moved / "launches.py", '"""How does a call run', '"""How does each call run')
     kernels = checkout / "kernels_cu"
     shutil.move(kernels / "score" / "philox.cuh", kernels / "philox.cuh")
@@ -61,6 +57,11 @@ def test_a_token_of_a_kernel_or_a_launch_does_not(
 
 
 def test_what_no_launch_goes_through_is_apart(checkout: Path) -> None:
-    before = digest(checkout)
+    """And what calls of several ranks go through has a digest of its own."""
+    before, of_ranks = digest(checkout), ranks_digest(checkout)
     edited(checkout / "cuflash" / "tuning" / "_space.py", "20_000", "30_000")
+    assert ranks_digest(checkout) == of_ranks
+    edited(checkout / "cuflash" / "distributed" / "_traffic.py", " + ", " - ")
+    assert ranks_digest(checkout) != of_ranks
     assert digest(checkout) == before
+    assert digest(checkout, apart=()) != digest(apart=())

@@ -15,36 +15,27 @@ pytest_plugins = ["pytester"]
 MACHINE = {"device": "A100", "driver": "550", "cupy": "14.2.0", "nvrtc": "12.9"}
 TESTS = """
 import pytest
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 2])
 def test_right(n): pass
-
 @pytest.mark.gpu
 def test_wrong(): assert False
-
 @pytest.mark.gpu
 @pytest.mark.skip(reason="no second device")
 def test_skipped(): pass
-
 @pytest.mark.gpu
 @pytest.mark.xfail(reason="known")
 def test_expected(): assert False
-
 @pytest.fixture
 def broken(): raise RuntimeError
-
 @pytest.mark.gpu
 def test_broken_fixture(broken): pass
-
 @pytest.fixture
 def dirty():
     yield
     raise RuntimeError
-
 @pytest.mark.gpu
 def test_broken_teardown(dirty): pass
-
 def test_on_the_host(): pass
 """
 PLUGINS = ("-p", "gpu_report", "-p", "gpu_watchdog", "-p", "no:cacheprovider")
@@ -70,9 +61,8 @@ def test_report_counts_gpu_tests_and_names_each(project):
     result, report = run(project)
     assert (report["passed"], report["failed"], report["skipped"]) == (2, 3, 2)
     assert report["others"] == {"passed": 1, "failed": 0, "skipped": 0}
-    assert report["digest"] == gpu_report.digest()
-    assert report["seconds"] >= 0
-    assert set(gpu_report.MACHINE) < set(report)
+    assert gpu_report.sources().items() < report.items()
+    assert {"seconds", *gpu_report.MACHINE} < set(report)
     assert report["tests"]["test_some.py::test_right"] == {"passed": ["[1]", "[2]"]}
     assert report["tests"]["test_some.py::test_broken_teardown"] == {"failed": [""]}
     result.stdout.fnmatch_lines(["GPU report: report.json: 2 passed, 3 failed, 2 skipped"])
@@ -84,8 +74,7 @@ def test_shards_are_joined_and_the_latest_result_counts(project):
     run(project, "-k", "right or wrong")
     _, second = run(project, "-k", "not right")
     assert (second["passed"], second["failed"], second["skipped"]) == (2, 3, 2)
-    project.makepyfile(test_some=TESTS.replace("def test_wrong(): assert False",
-                                               "def test_wrong(): pass"))  # fmt: skip
+    project.makepyfile(test_some=TESTS.replace("wrong(): assert False", "wrong(): pass"))
     _, third = run(project, "-k", "wrong")
     assert (third["passed"], third["failed"], third["skipped"]) == (3, 2, 2)
     assert third["seconds"] >= second["seconds"]
@@ -110,7 +99,7 @@ def test_only_a_report_of_these_sources_is_continued(tmp_path, monkeypatch, pyte
     recorder = gpu_report.Recorder(path, pytestconfig)
     recorder.record("test_a.py::test_b", True, "passed", "call")
     with monkeypatch.context() as patch:
-        patch.setattr(gpu_report, "digest", lambda: "changed during the run")
+        patch.setattr(gpu_report, "sources", lambda: "changed during the run")
         recorder.finish()
         assert path.read_text() == content
     recorder.finish()
@@ -119,8 +108,8 @@ def test_only_a_report_of_these_sources_is_continued(tmp_path, monkeypatch, pyte
 
 def shard(tests, **machine):
     """One run as `Recorder.report` describes it."""
-    others = {"passed": 1}
-    return {**MACHINE, **machine, "seconds": 2.0, "digest": "d", "others": others, "tests": tests}
+    run = {"seconds": 2.0, "digest": "d", "ranks_digest": "r", "others": {"passed": 1}}
+    return {**MACHINE, **machine, **run, "tests": tests}
 
 
 def test_a_skip_displaces_no_result_and_every_device_is_named():
@@ -139,24 +128,35 @@ def test_names_survive_the_file():
     assert gpu_report.flat(json.loads(gpu_report.formatted(report))["tests"]) == tests
 
 
-def test_hang_is_a_failure_with_its_repro_line(project):
+@pytest.mark.parametrize(
+    ("hangs", "seconds"),
+    [("time.sleep(60)", 1), pytest.param("compiled('60')", 10, marks=pytest.mark.full)],
+)
+def test_hang_is_a_failure_with_its_repro_line(project, hangs, seconds):
+    """A compile is none, unless it takes longer than a slow test may."""
     project.makepyfile(
-        test_hang="""
+        test_hang=f"""
 import time, pytest
-
+from cuflash._jit import compilation
+compilation._nvrtc = lambda seconds, _: time.sleep(float(seconds))
+def compiled(seconds):
+    compilation._compiled(None, (seconds, ""))
+    time.sleep(0.3)
 @pytest.mark.gpu
-def test_before(): pass
-
+def test_before():
+    compiled("1.3")
+    compiled("1.3")
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [7])
 def test_hangs(n):
-    print("about to wait")
-    time.sleep(60)
+    compiled("1.3")
+    {hangs}
 """
     )
-    result, report = run(project, "--gpu-timeout", "0.5")
+    result, report = run(project, "--gpu-timeout", "1")
     assert result.ret == gpu_watchdog.EXIT_STATUS
     text = result.stderr.str()
+    assert f"HANG after {seconds} s" in text
     assert 'repeat: python -m pytest "test_hang.py::test_hangs[7]"' in text
     assert "in test_hangs" in text  # the stack
     assert (report["passed"], report["failed"]) == (1, 1)
@@ -168,9 +168,7 @@ def test_hang_that_holds_the_interpreter_lock_ends_too(project):
     project.makepyfile(
         test_hang="""
 import ctypes, pytest, gpu_watchdog
-
 gpu_watchdog.GRACE = 0.5
-
 @pytest.mark.gpu
 def test_hangs():
     ctypes.PyDLL(None).sleep(60)
@@ -187,22 +185,18 @@ def test_limit_is_per_example_and_per_case(project):
         test_slow="""
 import time, pytest
 from hypothesis import given, settings, strategies as st
-
 seen = []
-
 @pytest.mark.gpu
 @settings(max_examples=8, deadline=None, database=None)
 @given(st.integers(0, 10**9))
 def test_property(n):
     seen.append(n)
     time.sleep(0.25)
-
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_slow():
     assert len(seen) >= 8
     time.sleep(1.5)
-
 def test_host():
     time.sleep(1.2)
 """

@@ -79,19 +79,20 @@ def suite(monkeypatch, tmp_path):
         ran.append((list(tests), devices))
         outcomes = {test: "failed" if test in broken else "passed" for test in tests}
         run = dict.fromkeys(gpu_report.MACHINE, "1")
-        run |= {"seconds": 1.0, "digest": "of now", "others": {}, "tests": outcomes}
+        run |= {"seconds": 1.0, **gpu_digest.sources(), "others": {}, "tests": outcomes}
         report.write_text(gpu_report.formatted(gpu_report.joined({}, run)))
         return not broken & set(tests)
 
     monkeypatch.setattr(gpu_digest, "digest", lambda: "of now")
+    monkeypatch.setattr(gpu_report, "OF_RANKS", {"t.py::c"})
     monkeypatch.setattr(gpu_evidence, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_evidence, "gpu_tests", listed.get)
     monkeypatch.setattr(gpu_evidence, "run_program", run_program)
     return ran, broken
 
 
-def test_a_suite_is_continued(suite, tmp_path):
-    """What ran out of time or failed runs again, what has passed does not."""
+def test_a_suite_is_continued(suite, monkeypatch, tmp_path):
+    """What ran out of time or failed runs again, what has passed on the same sources does not."""
     ran, broken = suite
     broken.add("t.py::b")
     assert not gpu_evidence.run_suite(tmp_path, 2, seconds=-1)
@@ -110,6 +111,9 @@ def test_a_suite_is_continued(suite, tmp_path):
     assert len(ran) == 4
     assert gpu_evidence.run_suite(tmp_path, 2, again=True)
     assert sorted(tests for tests, _ in ran[4:]) == sorted(first)
+    monkeypatch.setattr(gpu_digest, "ranks_digest", lambda: "another")
+    assert all(gpu_evidence.run_suite(tmp_path, 2) for _ in range(2))
+    assert [tests for tests, _ in ran[7:]] == [["t.py::c"]]
 
 
 @pytest.mark.parametrize(

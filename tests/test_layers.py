@@ -1,4 +1,7 @@
-"""Do imports only go down, and does every file keep its names to itself? Lazy imports count."""
+"""Do imports only go down, and does every file keep its names to itself? Lazy imports count.
+
+And do the GPU tests say which of them go through `cuflash.distributed`, above the launch?
+"""
 
 from __future__ import annotations
 
@@ -90,3 +93,25 @@ def test_cupy_is_imported_in_named_places() -> None:
         if module.split(".")[0] in ("cupy", "cupy_backends")
     }  # fmt: skip
     assert {name for name in found if not {name, name.split("/")[0]} & CUPY} == set()
+
+
+def test_gpu_tests_of_several_ranks_are_named() -> None:
+    """They run again where ranks have changed, and no others."""
+    from gpu_report import OF_RANKS
+
+    found = set()
+    for path in (PACKAGE.parent / "tests").glob("test_*.py"):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        everywhere = any({"pytestmark", "gpu"} <= names_in(node) for node in body)
+        for node in body:
+            names = names_in(node)
+            on_gpu = everywhere or not names.isdisjoint(("gpu", "xp"))
+            if isinstance(node, ast.FunctionDef) and on_gpu and "distributed" in names:
+                found.add(f"tests/{path.name}::{node.name}")
+    assert found == OF_RANKS
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {
+        str(getattr(part, field, "")) for part in ast.walk(node) for field in ("id", "attr", "arg")
+    }

@@ -32,7 +32,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from test_dq_sums_on_the_host import sums_of  # noqa: E402
 
-from cuflash._launch import plan, plan_cache  # noqa: E402
+from cuflash._launch import plan, plan_cache, run  # noqa: E402
 from cuflash._launch.workspace import Workspace  # noqa: E402
 from cuflash._select import hardware  # noqa: E402
 from cuflash._select.choose import LaunchStep, Wanted, choose  # noqa: E402
@@ -215,6 +215,47 @@ def test_a_workspace_has_room_for_every_part_and_sum(monkeypatch: pytest.MonkeyP
     assert places["dkv_parts"] >= places["sums"] + scratch.sums
     assert places["dkv_parts"] + scratch.dkv_parts <= (1 << 20) + scratch.size
     assert places["dkv_parts"] % 128 == places["sums"] % 128 == 0
+
+
+def gradient_of(
+    heads: tuple[int, int], rows: int, d: int, batch: int = 1, **options: Any
+) -> tuple[LaunchStep, Workspace]:
+    """On a Hopper, of self attention: the step of all gradients, and the workspace."""
+    q, k = (np.empty((batch, n, rows, d), bfloat16) for n in heads)
+    problem = describe(q, k, k, Options(enable_gqa=heads[0] != heads[1], **options))
+    steps = choose(problem, hardware.typical("sm_90"), wanted=Wanted.of("qkv"))
+    fused = next(step for step in steps if step.config.computes == "dqkv")
+    return fused, run._backward_workspace(problem, steps)
+
+
+def test_workspaces_have_the_sizes_of_the_document() -> None:
+    """``docs/backward-sm90.md``, "Few tiles"."""
+    heads_of = {64: 32, 128: 16, 192: 16, 256: 8}
+    wholes = [gradient_of((h, h), 4096, d, batch=4)[1].size for d, h in heads_of.items()]
+    assert [round(size / 1e6, 1) for size in wholes] == [138.4, 136.3, 203.5, 135.3]
+    sums = [gradient_of((32, 32), rows, 64, batch=4)[1].sums / rows for rows in (1, 17)]
+    assert [round(size / (4 * 4 * 32 * 64), 2) for size in sums] == [16, 1.88]
+    fused, scratch = gradient_of((6, 6), 65_536, 64)
+    sizes = [round(size / 1e6) for size in (scratch.size, scratch.dkv_parts)]
+    assert (fused.splits, sizes) == (2, [506, 403])
+
+
+@pytest.mark.parametrize(
+    ("d", "group", "most"),
+    [(64, 1, 34), (96, 1, 65), (128, 1, 65), (64, 8, 113), (128, 8, 225)],
+)
+def test_what_few_tiles_take_is_bounded(d: int, group: int, most: int) -> None:
+    """In MB, beyond one sum of dq; ``docs/backward-sm90.md`` says so."""
+    split = 0
+    for heads, tiles, causal in itertools.product(range(1, 133), range(1, 133), (False, True)):
+        if heads * tiles > 132:
+            continue
+        fused, scratch = gradient_of((heads * group, heads), 128 * tiles, d, causal=causal)
+        further = scratch.sums - scratch.sums // fused.dq_sums
+        assert scratch.dkv_parts + further <= 1e6 * most
+        assert further <= 2 * 132 * 4 * fused.config.block_m * d
+        split += fused.splits > 1
+    assert split > 200
 
 
 # --- on a GPU -----------------------------------------------------------------------------------

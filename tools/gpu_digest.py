@@ -2,7 +2,8 @@
 
 The digest is of what runs: the flattened text of each kernel without comments and ``#line``, and
 the code of each Python module that a launch goes through without comments, docstrings and imports.
-A file that only moves leaves it as it is; a token that changes makes another one.
+A file that only moves leaves it as it is; a token that changes makes another one. Calls of several
+ranks go through ``cuflash/distributed`` besides, which has a digest of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import io
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,25 +23,44 @@ sys.path.insert(0, str(ROOT))
 from cuflash._jit import source  # noqa: E402
 
 kernel_code = functools.lru_cache(maxsize=1024)(source.code_of)
-#: Packages that no launch goes through.
-APART = ("_cli", "_timing", "tuning")
+RANKS = "distributed"
+#: Packages that no launch of a call on one GPU goes through.
+APART = ("_cli", "_timing", RANKS, "testing", "tuning")
 
 
-def digest(root: Path = ROOT) -> str:
-    """Return the sha256 over the texts of :func:`texts`, in whatever files they lie."""
-    digests = sorted(hashlib.sha256(text.encode()).hexdigest() for text in texts(root))
+def digest(root: Path = ROOT, apart: Collection[str] = APART) -> str:
+    """Return the digest of what decides a launch and its results: kernels, Python code, tables."""
+    return _digest([*kernel_texts(root), *package_texts(root / "cuflash", apart)])
+
+
+def ranks_digest(root: Path = ROOT) -> str:
+    """Return the digest of what calls of several ranks go through besides."""
+    return _digest(package_texts(root / "cuflash" / RANKS))
+
+
+def sources() -> dict[str, str]:
+    """Return the digests that a report of GPU tests has."""
+    return {"digest": digest(), "ranks_digest": ranks_digest()}
+
+
+def _digest(texts: Iterable[str]) -> str:
+    """Return the sha256 over texts, in whatever files they lie."""
+    digests = sorted(hashlib.sha256(text.encode()).hexdigest() for text in texts)
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def texts(root: Path = ROOT) -> Iterator[str]:
-    """Yield what decides a launch and its results: kernels, Python code, tables."""
+def kernel_texts(root: Path) -> Iterator[str]:
+    """Yield the code of each kernel."""
     kernels = root / "kernels_cu"
     for path in kernels.rglob("*.cu"):
         name = path.relative_to(kernels).as_posix()
         yield kernel_code(source.flatten.__wrapped__(name, folder=kernels))  # as it is now
-    package = root / "cuflash"
+
+
+def package_texts(package: Path, apart: Collection[str] = ()) -> Iterator[str]:
+    """Yield the code of Python modules and what tables hold, but for some of the packages."""
     for path in package.rglob("*"):
-        if path.relative_to(package).parts[0] in APART:
+        if path.relative_to(package).parts[0] in apart:
             continue
         if path.suffix == ".py":
             yield python_code(path.read_text(encoding="utf-8"))
@@ -70,4 +90,4 @@ def _is_docstring(node: ast.AST) -> bool:
 
 
 if __name__ == "__main__":
-    print(digest())
+    print(sources())

@@ -10,7 +10,8 @@ is cut short loses the running part, or the running tests of the suite. A part t
 is ended with every process that it started. The status is 1 if a part failed; the others still run.
 
 The suite is continued: tests that have passed on these sources, by tests/gpu_report.json or by
-what lies in OUT, do not run unless --again is given, as it must be where tests have changed.
+what lies in OUT, do not run unless --again is given, as it must be where tests have changed. A
+change of cuflash/distributed alone runs the tests of several ranks again.
 """
 
 from __future__ import annotations
@@ -181,14 +182,14 @@ def shards(tests: Sequence[str], jobs: int) -> list[list[str]]:
 
 def report_of(paths: Iterable[Path]) -> dict[str, Any]:
     """What the reports of these sources among ``paths`` say together."""
-    from gpu_report import flat, joined
+    from gpu_report import joined, still_valid
 
     report: dict[str, Any] = {}
-    digest = gpu_digest.digest()
+    now = gpu_digest.sources()
     for path in paths:
         found = json.loads(path.read_text()) if path.exists() else {}
-        if found.get("digest") == digest:
-            report = joined(report, found | {"tests": flat(found["tests"])})
+        if found.get("digest") == now["digest"]:
+            report = joined(report, found | now | {"tests": still_valid(found, now)})
     return report
 
 

@@ -32,7 +32,7 @@ class Bounds(NamedTuple):
     packed_parts: int  # of each packed sequence, at most
 
 
-#: Keys in order and in pages have the same parts, and so the same bits. (D196)
+#: From `fewest` keys on those in order have the parts, and so the bits, of those in pages. (D196)
 BOUNDS = Bounds(2048, 512, 8, 256, 16, 64, 4096, 256, 32)
 
 
