@@ -224,3 +224,22 @@ def test_gradients_are_rounded_once(method, of):
     _, pullback = distributed.attention_vjp(q, k, v, **how)
     for gradients in pullback([np.ones_like(a) for a in q]):
         np.testing.assert_array_equal(gradients.dq, 129 / 4096)
+
+
+@pytest.mark.parametrize("dtype", [bfloat16, np.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses"])
+def test_gradients_share_memory_with_nothing(method, size, dtype):
+    """Not all are copied: some are sums that the call itself has made."""
+    comm = distributed.simulated(size)
+    whole = np.random.default_rng(0).standard_normal((4, 4, 8 * size, 4)).astype(dtype)
+    q, k, v, dout = (distributed.shard(a, comm=comm) for a in whole)
+    how = {"comm": comm, "method": method, "causal": True}
+    results = distributed.attention(q, k, v, return_lse=True, **how)
+    outs, lses = zip(*results, strict=True)
+    gradients = distributed.attention_backward(dout, q, k, v, list(outs), list(lses), **how)
+    found = [a for own in gradients for a in own]
+    arguments = [*q, *k, *v, *dout, *outs, *lses]
+    assert len(found) == 3 * size
+    assert not any(np.shares_memory(a, b) for a in found for b in arguments)
+    assert not any(np.shares_memory(a, b) for a, b in itertools.combinations(found, 2))

@@ -186,9 +186,9 @@ def test_results_are_made_on_the_device_of_their_rank(monkeypatch):
             self.current = None
 
     comm, places = OnDevices(2), []
-    rounded = _attention.rounded
+    in_dtype = _attention.in_dtype
     monkeypatch.setattr(
-        _attention, "rounded", lambda *a: places.append(comm.current) or rounded(*a)
+        _attention, "in_dtype", lambda *a: places.append(comm.current) or in_dtype(*a)
     )
     x = [X, X]
     out = distributed.attention(x, x, x, comm=comm, return_lse=True)

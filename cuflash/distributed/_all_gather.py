@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from cuflash._api.arguments import QKV
-from cuflash._arrays import Array, rounded
+from cuflash._arrays import Array
 from cuflash._results import Saved
 from cuflash.distributed._blocks import Block, blocks_of
 from cuflash.distributed._communicator import Compute, Schedule, Wait
 from cuflash.distributed._layout import in_a_row
+from cuflash.distributed._one_pass import write_sum
 from cuflash.distributed._parts import Parts, Stage, stages_of
 from cuflash.distributed._share import (
     KV,
@@ -112,10 +113,11 @@ def backward(share: Share, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
     def take_home(stage: Stage, ticket: Any, brought: dict[str, dict[int, Array]]) -> Schedule:
         yield Wait(ticket)
         for name, came in brought.items():
-            total = came[0]
-            for rank in range(1, share.size):
-                total += came[rank]
-            stage.of_kv(result[name])[...] = rows_back(rounded(total, result[name].dtype))
+            total, *others = (came[rank] for rank in range(share.size))
+            for part in others[:-1]:
+                write_sum(total, total, part)
+            own = stage.of_kv(result[name])  # the last sum is rounded and transposed
+            write_sum(own, *map(rows_back, (total, *others[-1:])))
 
     under_way: Any = ()
     for number, stage in enumerate(gathered.stages):
@@ -134,7 +136,7 @@ def backward(share: Share, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
         for each in onto.values():
             each.finish()
         if "q" in wanted:
-            stage.of_q(result["q"])[...] = rounded(dq, share.q.dtype)
+            write_sum(stage.of_q(result["q"]), dq)
         yield from under_way
         under_way = (yield from send_home(stage, dkv)) if dkv else ()
         del onto, dkv

@@ -7,11 +7,12 @@ from typing import Any, Unpack
 
 from cuflash._api import arguments
 from cuflash._api.arguments import QKV
-from cuflash._arrays import Array, array_module, rounded
+from cuflash._arrays import Array, array_module
 from cuflash._problem.checks import flag
 from cuflash._problem.options import ScoreOptions
 from cuflash._results import AttentionResult, Gradients
 from cuflash.distributed._communicator import Communicator
+from cuflash.distributed._one_pass import in_dtype
 from cuflash.distributed._run import Asked, Call, run
 
 
@@ -151,7 +152,7 @@ def attention_backward(
     def finished(call: Call, found: dict[str, Array]) -> Gradients:
         for name, pair in zip(QKV, call.asked.axes, strict=False):
             if name in found:
-                array = rounded(found[name], call.given[name].dtype)
+                array = in_dtype(call.given[name].dtype, found[name])
                 found[name] = array_module(array).moveaxis(array, (-2, -1), pair)
         return arguments.by_field(found, wrt)
 

@@ -13,19 +13,20 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from cuflash._arrays import Array, rounded
+from cuflash._arrays import Array
 from cuflash._results import Saved
 from cuflash.distributed._blocks import Block, Bounds, blocks_of, lasts_of
 from cuflash.distributed._communicator import Compute, Exchange, Schedule, Wait
 from cuflash.distributed._layout import rows_of
+from cuflash.distributed._one_pass import contiguous, in_dtype, write_sum
 from cuflash.distributed._parts import Stage, stages_of
 from cuflash.distributed._share import KV, OptionGradients, Share, rows_back, rows_first
-from cuflash.distributed._sums import Merged, Summed, rounded_sum
+from cuflash.distributed._sums import Merged, Summed
 
 
 def _wire(share: Share, array: Array) -> Array:
     """A canonical array as it is sent; no copy of what was collected, or is in C order."""
-    return rows_first(array) if share.collected else share.xp.ascontiguousarray(array)
+    return rows_first(array) if share.collected else contiguous(array)
 
 
 def _of_wire(share: Share, array: Array) -> Array:
@@ -144,7 +145,7 @@ def of_qkv(
         came = back[1]
         back.clear()
         for total, array in zip(returned, came, strict=False):
-            total += array
+            write_sum(total, total, array)
         if not returned:
             returned.extend(came)
 
@@ -169,11 +170,10 @@ def of_qkv(
         yield from taken()
     totals = {}
     if "q" in wanted:
-        total = of_others.added_to(dq, share.q.dtype) if several else dq
-        totals["q"] = rounded(total, share.q.dtype)
+        rounds = share.q.dtype
+        totals["q"] = of_others.added_to(dq, rounds) if several else in_dtype(rounds, dq)
     for name, array, others in zip_longest(names, own_sums.values(), returned):
         rounds = dtype if share.collected else getattr(share, name).dtype
-        if others is not None:
-            array = rounded_sum(array, others, xp.empty(array.shape, rounds))
-        totals[name] = rounded(_of_wire(share, array), rounds)
+        terms = (array,) if others is None else (array, others)
+        totals[name] = _of_wire(share, in_dtype(rounds, *terms))
     return totals

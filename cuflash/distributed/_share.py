@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash._arrays import Array, array_module, rounded
+from cuflash._arrays import Array, array_module
 from cuflash._host.scores import arithmetic
 from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem
 from cuflash.distributed._communicator import Exchange, Schedule, Wait
 from cuflash.distributed._layout import Chunks, joined, places, rows_of, within
-from cuflash.distributed._one_pass import write_sum
+from cuflash.distributed._one_pass import contiguous, in_dtype, write_sum
 from cuflash.distributed._parts import Heads, Parts
 from cuflash.distributed._sums import added
 
@@ -86,8 +86,7 @@ class Share:
 
 def rows_first(array: Array, axis: int = -2) -> Array:
     """Contiguous, with the rows as its first axis."""
-    xp = array_module(array)
-    return xp.ascontiguousarray(xp.moveaxis(array, axis, 0))
+    return contiguous(array_module(array).moveaxis(array, axis, 0))
 
 
 def rows_back(array: Array, axis: int = -2) -> Array:
@@ -196,5 +195,5 @@ class OptionGradients:
             own_rows = name == "bias" and "bias" not in share.shared
             total = target if own_rows else (yield from summed_over_ranks(share, target))
             like = share.options.arrays.get(name)
-            result[name] = rounded(total, np.float64 if like is None else like.dtype)
+            result[name] = in_dtype(np.float64 if like is None else like.dtype, total)
         return result

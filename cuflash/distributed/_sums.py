@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._arrays import Array, array_module, rounded
+from cuflash._arrays import Array, array_module
+from cuflash.distributed._one_pass import write_sum
 
 
 class Rows:
@@ -105,7 +106,7 @@ class Merged:
             self._done.add(empty)
         for rows in self._done.runs(present=False):
             if self._parts is not self._out:
-                self._out[..., rows, :] = rounded(self._parts[..., rows, :], self._out.dtype)
+                write_sum(self._out[..., rows, :], self._parts[..., rows, :])
         return self._out, self._lse
 
     def _clear(self, rows: slice, target: Array) -> list[slice]:
@@ -135,40 +136,27 @@ class Summed:
 
     def add(self, rows: slice, part: Array) -> None:
         """Add a part that :meth:`begin` gave room for."""
-        self._array[..., rows, :] += part
+        target = self._array[..., rows, :]
+        write_sum(target, target, part)
 
     def finish(self) -> None:
         """Clear rows that no block had."""
         self._clear(slice(0, self._array.shape[-2]))
 
     def added_to(self, other: Array, dtype: Any) -> Array:
-        """A new array: the sum with another, rounded."""
-        total = array_module(other).empty(other.shape, dtype)
+        """The sum with another, in ``dtype``; the other is written where it has that."""
+        total = other if other.dtype == dtype else array_module(other).empty(other.shape, dtype)
         for rows in self._rows.runs(present=True):
-            rounded_sum(self._array[..., rows, :], other[..., rows, :], total[..., rows, :])
-        for rows in self._rows.runs(present=False):
-            total[..., rows, :] = rounded(other[..., rows, :], dtype)
+            write_sum(total[..., rows, :], self._array[..., rows, :], other[..., rows, :])
+        if total is not other:
+            for rows in self._rows.runs(present=False):
+                write_sum(total[..., rows, :], other[..., rows, :])
         return total
 
     def _clear(self, rows: slice) -> None:
         for empty in self._rows.runs(present=False, among=rows):
             self._array[..., empty, :] = 0
         self._rows.add(rows)
-
-
-@functools.cache
-def _sum(xp: Any) -> Any:
-    return xp.ElementwiseKernel("S a, S b", "T total", "total = T(a + b)", "cuflash_rounded_sum")
-
-
-def rounded_sum(a: Array, b: Array, total: Array) -> Array:
-    """Write the sum of two arrays of sums, rounded, in one pass over memory."""
-    xp = array_module(a)
-    if xp is np:
-        total[...] = rounded(a + b, total.dtype)
-    else:
-        _sum(xp)(a, b, total)
-    return total
 
 
 def added(target: Array, part: Array) -> None:

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cuflash._arrays import Array, rounded
+from cuflash._arrays import Array
 from cuflash._problem.options import with_arrays
 from cuflash._results import Saved
 from cuflash.distributed import _ring
 from cuflash.distributed._communicator import Schedule, Wait
 from cuflash.distributed._layout import Chunks, joined
+from cuflash.distributed._one_pass import contiguous, in_dtype, write_sum
 from cuflash.distributed._parts import Heads
 from cuflash.distributed._share import (
     Group,
@@ -66,11 +67,10 @@ class _Neighbours:
         for kind, array in arrays:
             wire = xp.moveaxis(array, ROWS[kind], 0)
             if self.own_heads(self.share.rank, kind) is ...:
-                wire = xp.ascontiguousarray(wire)  # of which each rank gets all
+                wire = contiguous(wire)  # of which each rank gets all
 
             def part_for(other: int, kind: str = kind, wire: Array = wire) -> Array:
-                part: Array = xp.ascontiguousarray(wire[self.own_heads(other, kind)])
-                return part
+                return contiguous(wire[self.own_heads(other, kind)])
 
             found.append(self.group(kind).gather(part_for))
         ticket, brought = yield from begun(found)
@@ -117,7 +117,8 @@ class _Neighbours:
         yield Wait(ticket)
         for (kind, _, wide), came in zip(results, brought, strict=True):
             for other, part in came.items():
-                wide[self.own_heads(other, kind)] += part
+                target = wide[self.own_heads(other, kind)]
+                write_sum(target, target, part)
         return [result for _, result, _ in results]
 
 
@@ -143,5 +144,5 @@ def backward(share: Share, across: int, saved: Saved, wanted: tuple[str, ...]) -
     del collected, found
     arrays = [("q" if n == "q" else "k", a, getattr(share, n).shape) for n, a in totals.items()]
     results = yield from neighbours.distributed(*arrays)
-    own = {n: rounded(a, getattr(share, n).dtype) for n, a in zip(totals, results, strict=True)}
+    own = {n: in_dtype(getattr(share, n).dtype, a) for n, a in zip(totals, results, strict=True)}
     return own | (yield from of_options.finished())

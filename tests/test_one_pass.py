@@ -1,0 +1,296 @@
+"""Are arrays of ranks added, rounded and copied right, and in as few instructions as that takes?
+
+The kernel's text runs by a C++ compiler, over the places that CuPy would give to its threads, and
+is compiled for devices without one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ml_dtypes import bfloat16
+
+from cuflash._arrays import rounded
+from cuflash.distributed import _one_pass
+from cuflash.distributed._one_pass import NEIGHBOURS, TYPES, body, contiguous, in_dtype, write_sum
+from support.nvrtc import compiler_of
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from support.host_device import COMPILER, DeviceArray, on_device
+
+BF16 = np.dtype(bfloat16)
+#: Of parts and of totals.
+DTYPES = [
+    (np.float32, BF16), (np.float32, np.float16), (np.float32, np.float32),
+    (np.float64, np.float64), (np.float64, BF16), (np.float64, np.float16),
+]  # fmt: skip
+OF_DTYPES = pytest.mark.parametrize(
+    ("of_parts", "of_total"), DTYPES, ids=lambda dtype: np.dtype(dtype).name
+)
+CTYPES = {
+    "float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double",
+    "uint8": "unsigned char", "uint16": "unsigned short", "uint32": "unsigned int",
+    "uint64": "unsigned long long",
+}  # fmt: skip
+
+
+def numbers(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
+    """Of many sizes, with ties of 16 bits and what is not finite among them."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-20, 12, shape))
+    ties = 1 + rng.integers(0, 2**12, shape) * 2.0**-12 + rng.integers(-1, 2, shape) * 2.0**-40
+    x = np.where(rng.random(shape) < 0.3, ties, x)
+    special = rng.choice([np.nan, np.inf, -np.inf, -0.0, 0.0], shape)
+    return np.where(rng.random(shape) < 0.02, special, x).astype(dtype)
+
+
+def expected_of(parts: tuple[np.ndarray, ...], dtype: Any) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return rounded(functools.reduce(operator.add, parts), dtype)
+
+
+def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
+    """But those of NaN."""
+    assert found.dtype == expected.dtype
+    unsigned = np.dtype(f"u{expected.dtype.itemsize}")
+    same = found.view(unsigned) == np.ascontiguousarray(expected).view(unsigned)
+    assert (same | (np.isnan(found) & np.isnan(expected))).all()
+
+
+@OF_DTYPES
+@given(
+    shape=st.lists(st.integers(0, 5), min_size=0, max_size=3).map(tuple),
+    terms=st.integers(1, 2),
+    places=st.sampled_from(["new", "first", "last"]),
+)
+def test_each_element_is_rounded_once(of_parts, of_total, shape, terms, places):
+    parts = tuple(numbers(shape, of_parts, seed) for seed in range(terms))
+    expected = expected_of(parts, of_total)
+    in_place = places != "new" and np.dtype(of_parts) == of_total
+    total = parts[-(places == "last")] if in_place else np.zeros(shape, of_total)
+    with np.errstate(all="ignore"):
+        write_sum(total, *parts)
+    assert_same_bits(total, expected)
+
+
+@OF_DTYPES
+@pytest.mark.parametrize("terms", [1, 2])
+def test_only_what_has_another_dtype_is_copied(of_parts, of_total, terms):
+    parts = tuple(numbers((3, 8), of_parts, seed) for seed in range(terms))
+    expected = expected_of(parts, of_total)
+    with np.errstate(all="ignore"):
+        total = in_dtype(of_total, *parts)
+    assert_same_bits(total, expected)
+    assert (total is parts[0]) == (np.dtype(of_parts) == of_total)
+
+
+def text(types: list[np.dtype[Any]], count: int, function: str) -> str:
+    """Source of a ``function`` of which PLACES are parameters, and BODY is what a thread does."""
+    *parts, total = (CTYPES[dtype.name] for dtype in types)
+    names = ("a", "b")[: len(parts)]
+    places = ", ".join([*(f"const S* const* of_{n}" for n in names), "T* const* of_total"])
+    refers = [*(f"const S& {n} = *of_{n}[i];\n" for n in names), "T& total = *of_total[i];\n"]
+    function = function.replace("PLACES", places)
+    function = function.replace("BODY", "".join(refers) + body(len(parts), count))
+    return f"using S = {parts[0]};\nusing T = {total};\n{TYPES}{function}"
+
+
+def on_the_host(folder: Path, types: list[np.dtype[Any]], count: int) -> Callable[..., None]:
+    """What a thread does, at each of so many places."""
+    name = "-".join([*(dtype.name for dtype in types), str(count)])
+    source, library = folder / f"{name}.cpp", folder / f"{name}.so"
+    function = 'extern "C" void run(long size, PLACES) { for (long i = 0; i < size; ++i) {BODY} }'
+    source.write_text("#define half _Float16\n" + text(types, count, function))
+    command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
+    subprocess.run(command, check=True)
+    run: Callable[..., None] = ctypes.CDLL(str(library)).run
+    return run
+
+
+def addresses(array: np.ndarray) -> np.ndarray:
+    """Of all elements."""
+    places = np.full(array.shape, array.ctypes.data, np.int64)
+    for axis, stride in enumerate(array.strides):
+        extent = [-1 if i == axis else 1 for i in range(array.ndim)]
+        places += stride * np.arange(array.shape[axis]).reshape(extent)
+    return np.ascontiguousarray(places)
+
+
+@pytest.fixture
+def counts(tmp_path, monkeypatch) -> list[int]:
+    """Lets kernels run on the host; how many neighbours a thread of each took."""
+    found: list[int] = []
+
+    def kernel(_: Any, terms: int, count: int) -> Any:
+        def run(*arrays: np.ndarray, block_size: int) -> None:
+            assert block_size % 32 == 0
+            assert len(arrays) == terms + 1
+            assert len({a.shape for a in arrays}) == 1
+            found.append(count)
+            threads = on_the_host(tmp_path, [a.dtype for a in arrays], count)
+            places = [addresses(a) for a in arrays]
+            pointers = [ctypes.c_void_p(p.ctypes.data) for p in places]
+            threads(ctypes.c_long(arrays[0].size), *pointers)
+
+        return run
+
+    monkeypatch.setattr(_one_pass, "_kernel", kernel)
+    return found
+
+
+def placed(array: np.ndarray, offset: int = 0) -> DeviceArray:
+    """Where a device's memory begins, or so many elements behind."""
+    room = np.zeros(array.nbytes + 512 + offset * array.itemsize, np.uint8)
+    first = -room.ctypes.data % 512 + offset * array.itemsize
+    made = room[first:][: array.nbytes].view(array.dtype).reshape(array.shape)
+    made[...] = array
+    return on_device(made)
+
+
+#: What canonical arrays of ranks are cut into, and whether threads take several elements of these.
+CUTS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "all": (lambda a: a, True),
+    "some rows": (lambda a: a[..., 2:5, :], True),
+    "some heads": (lambda a: a[:, 1:], True),
+    "rows first": (lambda a: np.moveaxis(a, -2, 0), True),
+    "no row": (lambda a: a[..., 2:2, :], True),
+    "features that are no multiple": (lambda a: a[..., :12], False),
+    "features in the middle": (lambda a: a[..., 1:9], False),
+    "every other feature": (lambda a: a[..., ::2], False),
+    "features not last": (lambda a: a.swapaxes(-1, -2), False),
+}
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("cut", CUTS)
+def test_threads_write_all_elements_and_no_other(counts, cut, terms):
+    of_cut, several = CUTS[cut]
+    parts = tuple(placed(numbers((2, 3, 6, 16), np.float32, seed)) for seed in range(terms))
+    total = placed(np.full((2, 3, 6, 16), 7, np.float16))
+    expected = np.array(total)
+    of_cut(expected)[...] = expected_of(tuple(map(of_cut, parts)), np.float16)
+    _one_pass._by_kernel(of_cut(total), *map(of_cut, parts))
+    assert_same_bits(np.asarray(total), expected)
+    assert counts == [NEIGHBOURS if several else 1]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("of_total", [np.float16, np.float32])
+@pytest.mark.parametrize("which", range(3))
+def test_what_a_thread_cannot_read_at_once(counts, which, of_total):
+    """One of three arrays begins four bytes behind a multiple of 16, or another number of them."""
+    for behind in range(4, 20, 4):
+        parts = [numbers((3, 16), np.float32, seed) for seed in range(2)]
+        expected = expected_of(tuple(parts), of_total)
+        arrays = [*parts, np.zeros((3, 16), of_total)]
+        a, b, total = (placed(x, behind // x.itemsize * (i == which)) for i, x in enumerate(arrays))
+        _one_pass._by_kernel(total, a, b)
+        assert_same_bits(np.asarray(total), expected)
+    assert counts == [1, 1, 1, NEIGHBOURS]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("first", [True, False])
+def test_a_sum_in_place(counts, first):
+    parts = [placed(numbers((3, 6, 16), np.float32, seed)) for seed in range(2)]
+    expected = expected_of(tuple(map(np.array, parts)), np.float32)
+    total = parts[not first]
+    _one_pass._by_kernel(total, *parts)
+    assert_same_bits(np.asarray(total), expected)
+    assert counts == [NEIGHBOURS]
+
+
+#: Of CuPy's functions those that copies take.
+CUPY = SimpleNamespace(
+    ascontiguousarray=lambda array: array,  # of what is so
+    empty=lambda shape, dtype: placed(np.zeros(shape, dtype)),
+)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "dtype", [BF16, np.float32, np.float64, bool, np.int8, np.uint16, np.complex64], ids=str
+)
+def test_copies_keep_bits(counts, monkeypatch, dtype):
+    """Those of NaN, too."""
+    dtype = np.dtype(dtype)
+    most = 2 if dtype.kind == "b" else 256
+    raw = np.random.default_rng(0).integers(0, most, (2, 6, 16 * dtype.itemsize), np.uint8)
+    array = placed(raw.view(dtype))
+    rows_first = np.moveaxis(array, -2, 0)
+    monkeypatch.setattr(_one_pass, "array_module", lambda _: CUPY)
+    assert contiguous(array) is array
+    assert not counts
+    copy = contiguous(rows_first)
+    assert copy.flags.c_contiguous
+    assert copy.dtype == dtype
+    assert np.asarray(copy).tobytes() == np.ascontiguousarray(rows_first).tobytes()
+    assert counts == [NEIGHBOURS]
+
+
+#: 16 bits, as CuPy makes them of 32.
+HALVES = "".join(
+    f"""struct {name} {{
+  unsigned short bits;
+  {name}() = default;
+  explicit __device__ {name}(float x) {{
+    asm("cvt.rn.{ptx}.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  }}
+}};
+"""
+    for name, ptx in (("half", "f16"), ("bfloat16", "bf16"))
+)
+DEVICE = """
+extern "C" __global__ void probe(PLACES) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  BODY
+}
+"""
+COMPILED = [
+    *((names, NEIGHBOURS) for pair in DTYPES[:4] for names in (pair, (pair[0], *pair))),
+    *(((f"u{n}", f"u{n}"), NEIGHBOURS) for n in (1, 2, 4, 8)),
+    ((np.float32, np.float32, BF16), 1),
+]
+
+
+def on_a_device(types: tuple[Any, ...], count: int) -> str:
+    return HALVES + text(list(map(np.dtype, types)), count, DEVICE)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_it_compiles_without_a_stack(generation, arch):
+    compiler = compiler_of(generation)
+    for types, count in COMPILED:
+        _, log = compiler(
+            on_a_device(types, count), ("--std=c++17", f"-arch={arch}", "--ptxas-options=-v")
+        )
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(("types", "count"), COMPILED)
+def test_an_instruction_moves_all_that_it_can(types, count):
+    """Beside those that read addresses."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    program = nvrtc.createProgram(on_a_device(types, count), "probe.cu", (), ())
+    nvrtc.compileProgram(program, ("--std=c++17", "-arch=compute_80"))
+    ptx = nvrtc.getPTX(program).decode()
+    *parts, total = (-(-count * np.dtype(dtype).itemsize // 16) for dtype in types)
+    assert len(re.findall(r"\bst\.", ptx)) == total
+    assert len(re.findall(r"\bld\.(?!param)", ptx)) == sum(parts) + len(types)
