@@ -29,7 +29,7 @@ from support.nvrtc import compiler_of
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from support.host_device import COMPILER, DeviceArray, on_device
+from support.host_device import COMPILER, SUPPORT, DeviceArray, on_device
 
 BF16 = np.dtype(bfloat16)
 #: Of parts and of totals.
@@ -41,7 +41,7 @@ OF_DTYPES = pytest.mark.parametrize(
     ("of_parts", "of_total"), DTYPES, ids=lambda dtype: np.dtype(dtype).name
 )
 CTYPES = {
-    "float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double",
+    "float16": "_Float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double",
     "uint8": "unsigned char", "uint16": "unsigned short", "uint32": "unsigned int",
     "uint64": "unsigned long long",
 }  # fmt: skip
@@ -97,23 +97,18 @@ def test_only_what_has_another_dtype_is_copied(of_parts, of_total, terms):
     assert (total is parts[0]) == (np.dtype(of_parts) == of_total)
 
 
-def text(types: list[np.dtype[Any]], count: int, function: str) -> str:
-    """Source of a ``function`` of which PLACES are parameters, and BODY is what a thread does."""
+def probe(name: str, types: list[np.dtype[Any]], count: int) -> str:
+    """Source of a probe with the types of parts and of the total."""
     *parts, total = (CTYPES[dtype.name] for dtype in types)
-    names = ("a", "b")[: len(parts)]
-    places = ", ".join([*(f"const S* const* of_{n}" for n in names), "T* const* of_total"])
-    refers = [*(f"const S& {n} = *of_{n}[i];\n" for n in names), "T& total = *of_total[i];\n"]
-    function = function.replace("PLACES", places)
-    function = function.replace("BODY", "".join(refers) + body(len(parts), count))
-    return f"using S = {parts[0]};\nusing T = {total};\n{TYPES}{function}"
+    source = (SUPPORT / name).read_text().replace("BODY;", body(len(parts), count))
+    return f"#define PART {parts[0]}\n#define TOTAL {total}\n{TYPES}{source}"
 
 
 def on_the_host(folder: Path, types: list[np.dtype[Any]], count: int) -> Callable[..., None]:
-    """What a thread does, at each of so many places."""
+    """What threads do, of which each has its places."""
     name = "-".join([*(dtype.name for dtype in types), str(count)])
     source, library = folder / f"{name}.cpp", folder / f"{name}.so"
-    function = 'extern "C" void run(long size, PLACES) { for (long i = 0; i < size; ++i) {BODY} }'
-    source.write_text("#define half _Float16\n" + text(types, count, function))
+    source.write_text(probe("one_pass_probe.cpp", types, count))
     command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
     subprocess.run(command, check=True)
     run: Callable[..., None] = ctypes.CDLL(str(library)).run
@@ -141,7 +136,7 @@ def counts(tmp_path, monkeypatch) -> list[int]:
             assert len({a.shape for a in arrays}) == 1
             found.append(count)
             threads = on_the_host(tmp_path, [a.dtype for a in arrays], count)
-            places = [addresses(a) for a in arrays]
+            places = [addresses(a) for a in (arrays[0], *arrays[-2:])]
             pointers = [ctypes.c_void_p(p.ctypes.data) for p in places]
             threads(ctypes.c_long(arrays[0].size), *pointers)
 
@@ -186,6 +181,26 @@ def test_threads_write_all_elements_and_no_other(counts, cut, terms):
     _one_pass._by_kernel(of_cut(total), *map(of_cut, parts))
     assert_same_bits(np.asarray(total), expected)
     assert counts == [NEIGHBOURS if several else 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("cut", CUTS)
+def test_arrays_on_a_gpu(cut, terms):
+    import cupy
+
+    of_cut, _ = CUTS[cut]
+    shape = (2, 3, 6, 16)
+    for of_total in (BF16, np.float16, np.float32):
+        parts = [numbers(shape, np.float32, seed) for seed in range(terms)]
+        expected = np.full(shape, 7, of_total)
+        of_cut(expected)[...] = expected_of(tuple(map(of_cut, parts)), of_total)
+        total = cupy.asarray(np.full(shape, 7, of_total))
+        write_sum(of_cut(total), *(of_cut(cupy.asarray(part)) for part in parts))
+        assert_same_bits(cupy.asnumpy(total), expected)
+    array = of_cut(cupy.asarray(parts[0]))
+    assert contiguous(array).flags.c_contiguous
+    np.testing.assert_array_equal(cupy.asnumpy(contiguous(array)), of_cut(parts[0]))
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -242,33 +257,16 @@ def test_copies_keep_bits(counts, monkeypatch, dtype):
     assert counts == [NEIGHBOURS]
 
 
-#: 16 bits, as CuPy makes them of 32.
-HALVES = "".join(
-    f"""struct {name} {{
-  unsigned short bits;
-  {name}() = default;
-  explicit __device__ {name}(float x) {{
-    asm("cvt.rn.{ptx}.f32 %0, %1;" : "=h"(bits) : "f"(x));
-  }}
-}};
-"""
-    for name, ptx in (("half", "f16"), ("bfloat16", "bf16"))
-)
-DEVICE = """
-extern "C" __global__ void probe(PLACES) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  BODY
-}
-"""
+OF_SUMS = [(np.float32, BF16), (np.float32, np.float32), (np.float64, np.float64)]
 COMPILED = [
-    *((names, NEIGHBOURS) for pair in DTYPES[:4] for names in (pair, (pair[0], *pair))),
+    *((types, NEIGHBOURS) for pair in OF_SUMS for types in (pair, (pair[0], *pair))),
     *(((f"u{n}", f"u{n}"), NEIGHBOURS) for n in (1, 2, 4, 8)),
     ((np.float32, np.float32, BF16), 1),
 ]
 
 
 def on_a_device(types: tuple[Any, ...], count: int) -> str:
-    return HALVES + text(list(map(np.dtype, types)), count, DEVICE)
+    return probe("one_pass_probe.cu", list(map(np.dtype, types)), count)
 
 
 @pytest.mark.nvrtc

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
-from test_covering import check
 
 import cuflash
 from cuflash import Options
@@ -24,9 +23,8 @@ from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import Problem, describe
 from cuflash.testing._budget import Budget
 from cuflash.tuning import BackwardConfigs
-from support import chosen, covering
+from support import chosen
 from support.problems import Call, make_call
-from support.problems import run as run_call
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -356,33 +354,3 @@ def test_lengths_of_an_entry_change_no_bits_of_another(split_into: Any) -> None:
         found.append({name: array[1] for name, array in gradients.items()})
     for name, gradient in found[0].items():
         assert gradient.tobytes() == found[1][name].tobytes()
-
-
-#: Rows of the covering array, with head sizes and layouts that Hopper's kernels can load.
-OF_HALVES = [
-    row | {"d": "between tiles", "d_v": "24"}
-    for row in covering.rows()
-    if row["dtype"] in ("float16", "bfloat16")
-    and row["layout"] in ("dense", "sequence outside heads")
-][::3]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("number", range(len(OF_HALVES)))
-def test_options_compose_with_parts(
-    split_into: Any, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """As many parts as entries share keys, or twice as many where they may share an entry."""
-    split_into(1, 3)
-    asked = []
-
-    def parts(problem: Problem, config: Any, _: int) -> int:
-        asked.append(config)
-        alone = problem.cu_seqlens_q is not None or not split_queries.may_split_rows(config)
-        return split_queries.entries_that_share(problem) * (1 if alone else 2)
-
-    monkeypatch.setattr(split_queries, "parts_of", parts)
-    call = covering.call_of(OF_HALVES[number], number, times=8)
-    check(call, run_call(cupy, call))
-    if not asked:
-        pytest.skip("two kernels, or portable ones, serve it")

@@ -10,8 +10,8 @@ import numpy as np
 
 from cuflash._arrays import Array, array_module, write_rounded
 
-#: Elements that a thread takes. In CuPy's own kernels it takes one: 16.7 M elements need 80 us, of
-#: 16 bits and of 32, where their bytes need 16 or 32 (H200, 2026-11-28).
+#: Elements that a thread takes. In CuPy's own kernels it takes one: 16.7 M of them, copied in 16
+#: bits or rounded to these from float32, take 80 us where memory takes 16 or 24 (H200, 2026-11-28).
 NEIGHBOURS = 8
 _LOAD_BYTES = 16  # the most that a thread reads or writes at once
 _BLOCK_SIZE = 256

@@ -15,7 +15,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,7 +100,7 @@ class Rehearsal:
 
 def _on_host(value: Any) -> Any:
     """An argument of a launch with its arrays in host memory."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {name: _on_host(array) for name, array in value.items()}
     if isinstance(value, Saved):
         return Saved(*map(to_host, value))
