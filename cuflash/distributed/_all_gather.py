@@ -18,6 +18,7 @@ from cuflash._arrays import Array
 from cuflash._results import Saved
 from cuflash.distributed._blocks import Block, blocks_of
 from cuflash.distributed._communicator import Compute, Schedule, Wait
+from cuflash.distributed._layout import in_a_row
 from cuflash.distributed._one_pass import write_sum
 from cuflash.distributed._parts import Parts, Stage, stages_of
 from cuflash.distributed._share import (
@@ -27,7 +28,6 @@ from cuflash.distributed._share import (
     Share,
     begun,
     rows_back,
-    rows_first,
 )
 from cuflash.distributed._sums import Rows, Summed
 
@@ -39,7 +39,11 @@ class _Gathered:
 
     def __init__(self, share: Share) -> None:
         self._share = share
-        self.group = Group(share.rank, range(share.size), share.keys)
+        bounds = share.parts(share.heads).bounds
+        anywhere = bounds.alone and bounds.left is None and bounds.right is None
+        # Keys whose positions mean nothing lie rank by rank: each rank's in one piece.
+        keys = in_a_row(share.keys) if anywhere else share.keys
+        self.group = Group(share.rank, range(share.size), keys)
         self.stages = stages_of(share.heads, share.q, share.k, share.v, most=STAGES)
         self.kv: tuple[Array, Array]  # of the last stage that was taken, canonical
         self._coming: Any = None
@@ -54,9 +58,8 @@ class _Gathered:
 
     def _begin(self, number: int) -> Schedule:
         stage, share = self.stages[number], self._share
-        k, v = (rows_first(stage.of_kv(a)) for a in (share.k, share.v))
-        found = [self.group.gather(lambda _: k), self.group.gather(lambda _: v)]
-        return (yield from begun(found))
+        kv = (share.xp.moveaxis(stage.of_kv(a), -2, 0) for a in (share.k, share.v))
+        return (yield from begun([self.group.spread(rows) for rows in kv]))
 
     def blocks(self, parts: Parts) -> tuple[Block, ...]:
         """Calls of own queries against all keys."""

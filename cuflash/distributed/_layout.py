@@ -77,6 +77,13 @@ def joined(chunks: Chunks) -> Chunks:
     return tuple(result)
 
 
+@functools.lru_cache(maxsize=1024)
+def in_a_row(held: tuple[Chunks, ...]) -> tuple[Chunks, ...]:
+    """As many rows of each rank, those of a rank after the other."""
+    ends = [0, *itertools.accumulate(map(rows_of, held))]
+    return tuple(joined((Chunk(*pair),)) for pair in itertools.pairwise(ends))
+
+
 def rows_of(chunks: Chunks) -> int:
     """How many rows the chunks have."""
     return sum(chunk.rows for chunk in chunks)

@@ -20,7 +20,7 @@ from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem
 from cuflash.distributed._communicator import Exchange, Schedule, Wait
 from cuflash.distributed._layout import Chunks, joined, places, rows_of, within
-from cuflash.distributed._one_pass import contiguous, in_dtype
+from cuflash.distributed._one_pass import contiguous, in_dtype, write_sum
 from cuflash.distributed._parts import Heads, Parts
 from cuflash.distributed._sums import added
 
@@ -127,6 +127,16 @@ class Group(NamedTuple):
             part = part_for(other)
             sends += [(other, part[here]) for here, _ in pieces]
             receives += [(other, arena[there]) for _, there in self._pieces(other)]
+        return Exchange(tuple(sends), tuple(receives)), arena
+
+    def spread(self, rows: Array) -> tuple[Exchange, Array]:
+        """Collect rows, the first axis of an array of any layout: own ones go out of the arena."""
+        arena = array_module(rows).empty((rows_of(self.holder), *rows.shape[1:]), rows.dtype)
+        sends = []
+        for here, there in self._pieces(self.rank):
+            write_sum(arena[there], rows[here])
+            sends += [(other, arena[there]) for other in self.others]
+        receives = [(r, arena[there]) for r in self.others for _, there in self._pieces(r)]
         return Exchange(tuple(sends), tuple(receives)), arena
 
     def give_back(self, arena: Array, came: dict[int, Array]) -> tuple[Exchange, dict[int, Array]]:
