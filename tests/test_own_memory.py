@@ -71,8 +71,9 @@ def test_every_kernel(kernel: str, name: str) -> None:
 def beside(kernel: str, rows: int, keys: int, **options: Any) -> Call:
     """A call of Hopper's arrays, or the portable kernels'."""
     d, d_v = HEAD_DIMS[kernel]
+    dtype = np.float32 if "float32" in kernel else np.float16
     shapes = (2, 3, rows, d), (2, 3, keys, d), (2, 3, keys, d_v)
-    call = make_call("normal", 7, np.float16, *shapes, options=options)
+    call = make_call("normal", 7, dtype, *shapes, options=options)
     if "hopper" not in kernel:
         return call
     names = ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
@@ -101,16 +102,19 @@ def test_tiles_that_nothing_reaches(
     assert_indifferent(call, expected)
 
 
+@pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("head_dim", [3, 64])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_wider_elements(dtype: Any, head_dim: int) -> None:
+def test_wider_elements(dtype: Any, head_dim: int, segments: bool) -> None:
     """Kernels of their own on Hopper, and for narrow heads."""
     rng = np.random.default_rng(5)
     options = {
         "causal": True, "alibi_slopes": rng.random(3).astype(np.float32),
         "sink": rng.standard_normal(3).astype(np.float32),
-        "segment_ids": tuple(np.sort(rng.integers(0, 4, (2, 1, n)), -1) for n in (410, 150)),
     }  # fmt: skip
+    if segments:
+        ids = tuple(np.sort(rng.integers(0, 4, (2, 1, n)), -1) for n in (410, 150))
+        options["segment_ids"] = ids
     shapes = (2, 3, 410, head_dim), (2, 3, 150, head_dim), (2, 3, 150, head_dim)
     call = make_call("normal", 9, dtype, *shapes, options=options)
     call = call.but(wrt=("q", "k", "v", "alibi_slopes", "sink", "scale"))
