@@ -19,13 +19,14 @@ import cuflash
 from cuflash._api import attention
 from cuflash.testing._budget import Budget
 from support import problems
-from support.memory import to_device
+from support.memory import ALIGNED, to_device
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.own_memory]  # counts blocks; memory is used again
 
 from cuflash._launch import plan_cache  # noqa: E402
-from support.portable import portable_kernels  # noqa: E402
+from cuflash._select import hardware  # noqa: E402
+from support.portable import planned_kernels, portable_kernels  # noqa: E402
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -123,8 +124,11 @@ def occupy(stream, milliseconds=40.0):
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
 @pytest.mark.parametrize("options", [{}, {"causal": True}])
 def test_plain_call_is_right(dtype, options):
-    call = problems.make_call("normal", 1, dtype, *((2, 4, 300, 64),) * 3, options=options)
-    result = problems.run(cupy, call)
+    shapes = ((2, 4, 300, 64),) * 3
+    call = problems.make_call("normal", 1, dtype, *shapes, options=options, lead=ALIGNED)
+    with planned_kernels() as configs:
+        result = problems.run(cupy, call)
+    assert any(config.for_sm90 for config in configs) == hardware.present().hopper
     budget = Budget(call)
     budget.check_forward(result.out, result.lse)
     budget.check_backward(result.gradients, given=(result.out, result.lse))
