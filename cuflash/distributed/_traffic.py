@@ -129,13 +129,10 @@ def _all_gather(extents: Extents, size: int) -> Candidate:
     stages = max(n for n in range(1, STAGES + 1) if extents.heads_kv % n == 0)
     kv, slots = size * own.kv / stages, min(2, stages)
     moved, back = (size * (size - 1) * own.kv * each for each in (e, f))
-    # Own keys of a stage in the order of rows; of the gradient dk and dv, a part of them, what is
-    # on its way and what came, and dq of two stages.
-    wire = own.kv / stages * e
-    forward, backward = slots * kv * e + wire, kv * (slots * e + 4 * f) + slots * own.q / stages * f
-    return Candidate(
-        "all_gather", 0, "", *own.costs((moved, moved + back), (forward, backward + wire))
-    )
+    # Keys of all ranks of two stages; of the gradient dk and dv, a part of them, what is on its way
+    # and what came, and dq of two stages.
+    forward, backward = slots * kv * e, kv * (slots * e + 4 * f) + slots * own.q / stages * f
+    return Candidate("all_gather", 0, "", *own.costs((moved, moved + back), (forward, backward)))
 
 
 def _two_level(method: str, extents: Extents, size: int, across: int) -> Candidate:
