@@ -73,7 +73,7 @@ def test_tests_pass_and_their_kernels_are_listed(tmp_path):
         "tests/test_logsumexp.py",
         "tests/test_kv_cache.py",
         "tests/test_every_kernel.py::test_forward[portable-plain]",
-        "tests/test_covering_split_queries.py::test_options_compose_with_parts[0]",
+        "tests/test_covering_sm90.py::test_options_compose_with_parts[0]",
     ]
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "gpu", "--rehearse"]
     done = subprocess.run(
@@ -85,4 +85,4 @@ def test_tests_pass_and_their_kernels_are_listed(tmp_path):
     kernels = {(row["test"].partition("::")[0], row["config"]["kernel"]) for row in rows}
     assert ("tests/test_kv_cache.py", "cache_write") in kernels
     assert ("tests/test_every_kernel.py", "forward_sm80") in kernels
-    assert ("tests/test_covering_split_queries.py", "backward_combine") in kernels
+    assert ("tests/test_covering_sm90.py", "backward_combine") in kernels

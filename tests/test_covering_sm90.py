@@ -1,7 +1,7 @@
-"""Do all options compose with gradients in one pass that split queries into parts?
+"""Do all options compose in Hopper's gradients: of two kernels, and in one pass with several parts?
 
-Rows of the covering array of `support.covering`, three options at a time, with head sizes and
-layouts that a Hopper's one pass serves.
+Rows of the covering array of `support.covering`, with head sizes and layouts that these kernels
+serve. In `test_covering.py` the portable ones serve every row.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from cuflash._problem.formulas import formulas_of
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import Problem, changed, describe
 from cuflash._select import hardware
-from cuflash._select.choose import Wanted, choose
+from cuflash._select.choose import LaunchStep, Wanted, choose
 from support import covering, memory
 from support.problems import CANONICAL, Call, run
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash._launch import plan_cache  # noqa: E402
 from support.host_device import on_device  # noqa: E402
+from support.portable import planned_kernels  # noqa: E402
+
+TWO_KERNELS = {"backward_dkv_sm90", "backward_dq_sm90"}
 
 
-def in_one_pass(number: int, row: covering.Row) -> covering.Row:
-    """A row as one pass serves it on a Hopper, with several parts.
+def on_hopper(number: int, row: covering.Row) -> covering.Row:
+    """A row as one pass with several parts serves it on a Hopper, and two kernels do.
 
     The copy engine loads these head sizes and layouts. Beyond padded head size 96 there are no
     registers for a bias. Heads share keys where the queries of one head are not parted.
@@ -47,7 +49,7 @@ def in_one_pass(number: int, row: covering.Row) -> covering.Row:
 
 
 _OF_HALVES = [row for row in covering.rows() if row["dtype"] in ("float16", "bfloat16")]
-ROWS = list(itertools.starmap(in_one_pass, enumerate(_OF_HALVES[::4])))
+ROWS = list(itertools.starmap(on_hopper, enumerate(_OF_HALVES[::4])))
 
 
 def call_with_options(number: int) -> Call:
@@ -56,18 +58,16 @@ def call_with_options(number: int) -> Call:
 
 
 @pytest.fixture
-def numbers_of_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lets one pass compute every gradient that it can, in parts, and lists how many.
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets one pass compute every gradient that it can, in several parts.
 
     As many as entries that share keys, or twice as many where parts may share an entry. Masks and
     segments would take one pass by ``config=`` alone.
     """
-    found: list[int] = []
 
     def parts(problem: Problem, config: Any, _: int) -> int:
         alone = problem.cu_seqlens_q is not None or not split_queries.may_split_rows(config)
-        found.append(split_queries.entries_that_share(problem) * (1 if alone else 2))
-        return found[-1]
+        return split_queries.entries_that_share(problem) * (1 if alone else 2)
 
     def sums(_: Problem, config: Any, __: int) -> int:
         return 3 if config.deterministic else 1
@@ -75,28 +75,44 @@ def numbers_of_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(fused_backward, "wins", lambda *_: True)
     monkeypatch.setattr(split_queries, "parts_of", parts)
     monkeypatch.setattr(split_queries, "sums_of_dq", sums)
-    return found
 
 
-@pytest.mark.usefixtures("numbers_of_parts")
-def test_rows_of_options_have_parts_on_a_hopper() -> None:
-    """All of them: every level of a factor is among them, and parts of both kinds are."""
+@pytest.fixture
+def by_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets no pass compute all gradients."""
+    monkeypatch.setattr(fused_backward, "wins", lambda *_: False)
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_every_row_has_parts_on_a_hopper() -> None:
+    """Parts of both kinds are among them, and every level of a factor is."""
     of_rows: Counter[bool] = Counter()
     for number in range(len(ROWS)):
-        call = call_with_options(number)
-        steps = choose(
-            described(call), hardware.typical("sm_90a"), wanted=Wanted.of("qkv"),
-            deterministic=call.deterministic,
-        )  # fmt: skip
-        kernels = [step.config.kernel for step in steps]
-        assert kernels[-3:] == ["backward_sm90", "backward_combine", "backward_convert"], number
-        assert steps[-3].splits > 1
-        of_rows[steps[-3].config.split_rows] += 1
+        *_, fused, combine, convert = steps_of(number)
+        names = [step.config.kernel for step in (fused, combine, convert)]
+        assert names == ["backward_sm90", "backward_combine", "backward_convert"], number
+        assert fused.splits > 1
+        of_rows[fused.config.split_rows] += 1
     assert min(of_rows[True], of_rows[False]) >= 4
     by_hand = {"dtype", "operand dtypes", "d", "d_v", "layout"}
     levels = {(name, level) for name in covering.FACTORS.keys() - by_hand
               for level in covering.FACTORS[name]}  # fmt: skip
     assert levels - {pair for row in ROWS for pair in row.items()} == {("heads", "broadcast")}
+
+
+@pytest.mark.usefixtures("by_two_kernels")
+def test_every_row_has_two_kernels_of_a_hopper() -> None:
+    for number in range(len(ROWS)):
+        assert {step.config.kernel for step in steps_of(number)} >= TWO_KERNELS, number
+
+
+def steps_of(number: int) -> tuple[LaunchStep, ...]:
+    """The launches of a row's gradients on a Hopper."""
+    call = call_with_options(number)
+    return choose(
+        described(call), hardware.typical("sm_90"), wanted=Wanted.of("qkv"),
+        deterministic=call.deterministic,
+    )  # fmt: skip
 
 
 def described(call: Call) -> Problem:
@@ -116,22 +132,26 @@ def described(call: Call) -> Problem:
     return changed(problem, formulas=formulas_of(options))
 
 
-@pytest.fixture
-def on_hopper() -> Any:
-    """A device with wgmma, and no plans from before a test."""
+def kernels_within_the_budget(number: int) -> set[str]:
+    """The kernels that a row takes on a GPU, whose results are held against the budget."""
     if cupy.cuda.Device().compute_capability != "90":
         pytest.skip("the device has no wgmma")
-    plan_cache.forget()
-    yield
-    plan_cache.forget()
+    call = call_with_options(number)
+    with planned_kernels() as configs:
+        result = run(cupy, call)
+    check(call, result)
+    return {config.kernel for config in configs}
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("number", range(len(ROWS)))
-def test_options_compose_with_parts(
-    on_hopper: None, numbers_of_parts: list[int], number: int
-) -> None:
-    call = call_with_options(number)
-    check(call, run(cupy, call))
-    assert numbers_of_parts, "other kernels have served it"
-    assert min(numbers_of_parts) > 1
+def test_options_compose_with_parts(number: int) -> None:
+    assert {"backward_sm90", "backward_combine"} <= kernels_within_the_budget(number)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("by_two_kernels")
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_options_compose_in_two_kernels(number: int) -> None:
+    assert kernels_within_the_budget(number) >= TWO_KERNELS
