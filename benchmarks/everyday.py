@@ -91,8 +91,8 @@ def markdown(result: dict[str, Any]) -> str:
     for kind, found in ratios.items():
         lines.append([kind, str(len(found["bwd", "cuflash"]))])
         for cells in (found[compared] for compared in COMPARED.values()):
-            mean = cells and f"{statistics.geometric_mean(cells):.2f}"
-            lines[-1] += [mean, f"{min(cells):.2f}"] if cells else ["-", "-"]
+            figures = (statistics.geometric_mean(cells), min(cells)) if cells else ()
+            lines[-1] += [f"{figure:.2f}" for figure in figures] or ["-", "-"]
     columns = (text for name in COMPARED for text in (name, "least"))
     return "\n".join(
         [
