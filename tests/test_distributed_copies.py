@@ -51,10 +51,16 @@ def test_messages_arrive_in_order_and_senders_wait_for_their_readers(fake):
     peers.close()
 
 
-def test_an_array_without_elements_is_sent(fake):
+def test_an_array_without_elements_is_not_copied_and_keeps_its_place(fake):
     peers = distributed.from_devices([0, 1], transport="copy")
-    empty = [fake.array(np.zeros(0)) for _ in range(2)]
-    peers.wait(peers.start({0: Exchange(((1, empty[0]),)), 1: Exchange((), ((0, empty[1]),))}))
+    sent, got = ([fake.array(np.full(n, x)) for n in (0, 2)] for x in (3.0, 0.0))
+    exchanges = {
+        0: Exchange(tuple((1, a) for a in sent)),
+        1: Exchange((), tuple((0, a) for a in got)),
+    }
+    peers.wait(peers.start(exchanges))
+    assert fake.memory[got[1].data.ptr].tolist() == [3, 3]
+    assert [e for e in fake.log if e[0] == "copy"] == [("copy", 0, "to", 1)]
 
 
 def test_every_pair_of_peers_is_enabled_once(fake):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
-from cuflash._arrays import imported_cupy
+from cuflash._arrays import Array, imported_cupy
 from cuflash.distributed._communicator import Exchange
 from cuflash.distributed._gpus import Begun, Devices, Gpu
 
@@ -31,7 +31,7 @@ class Peers(Devices):
         """Begin the copies of every rank on its own stream."""
         runtime = imported_cupy().cuda.runtime
         come = {rank: gpu.done() for rank, gpu in self.gpus.items()}
-        sent = defaultdict(list)
+        sent: defaultdict[tuple[int, int], deque[Array]] = defaultdict(deque)
         for rank, exchange in exchanges.items():
             for other, array in exchange.sends:
                 sent[rank, other].append(array)
@@ -42,11 +42,13 @@ class Peers(Devices):
                 for each in dict.fromkeys((rank, *sources)):
                     gpu.stream.wait_event(come[each])
                 for source, array in exchanges[rank].receives:
-                    runtime.memcpyPeerAsync(
-                        array.data.ptr, gpu.device, sent[source, rank].pop(0).data.ptr,
-                        self.gpus[source].device, array.nbytes, gpu.stream.ptr,
-                    )  # fmt: skip
                     read_by[source].add(rank)
+                    there = sent[source, rank].popleft()
+                    if array.nbytes:
+                        runtime.memcpyPeerAsync(
+                            array.data.ptr, gpu.device, there.data.ptr,
+                            self.gpus[source].device, array.nbytes, gpu.stream.ptr,
+                        )  # fmt: skip
         ended = {rank: gpu.ended() for rank, gpu in self.gpus.items()}
         events = {rank: tuple(ended[r] for r in sorted(read_by[rank])) for rank in self.ranks}
         return Begun(events, exchanges)
