@@ -10,6 +10,7 @@ deterministic=False.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from benchmarks import io_grid, memory
 from benchmarks.bias_gradients import measure_bias_gradients
 from benchmarks.cells import Run, measure_cell, measure_shapes
 from benchmarks.decode import measure_decode
+from benchmarks.everyday import EVERYDAY
 from benchmarks.host_clock import HostClock
 from benchmarks.machine import describe_machine, gpu_module
 from benchmarks.option_costs import measure_options
@@ -37,7 +39,7 @@ from benchmarks.packed import measure_packed
 from benchmarks.peers import IMPLEMENTATIONS
 from benchmarks.plot import read_result
 from benchmarks.report import markdown, write, write_json
-from benchmarks.shapes import EVERYDAY, MODEL_WIDTH, TOKENS, square, training
+from benchmarks.shapes import MODEL_WIDTH, TOKENS, square, training
 from cuflash._cli.info import no_device
 from cuflash._cli.problem_arguments import positive_number
 from cuflash._errors import wrong_value
@@ -100,7 +102,7 @@ SETS: dict[str, tuple[str, Callable[[Run], None]]] = {
     ),
     "everyday": (
         "head sizes between tiles, shared heads, few tiles, short and odd lengths",
-        measure_shapes(EVERYDAY),
+        measure_shapes([*itertools.chain.from_iterable(EVERYDAY.values())]),
     ),
     "bias": (
         "gradients of q, k, v and a bias that batch entries share, as in AlphaFold and T5",

@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import float8  # noqa: E402
 from benchmarks.accuracy import markdown as errors  # noqa: E402
+from benchmarks.everyday import markdown as by_kind  # noqa: E402
 from benchmarks.machine import short_commit  # noqa: E402
 from benchmarks.option_costs import CHANGES, PLAIN  # noqa: E402
 from benchmarks.peers import OURS  # noqa: E402
@@ -51,17 +52,17 @@ def support() -> str:
     return "\n".join([*lines, "", f"Score options, on both: {names}."])
 
 
-def newest(topic: str) -> tuple[dict[str, Any], Path]:
-    """The newest committed result of a topic on an H100, and its file."""
-    files = sorted(RESULTS.glob(f"h100-{topic}-????-??-??.json"))
+def newest(topic: str, device: str = "h100") -> tuple[dict[str, Any], Path]:
+    """The newest committed result of a topic on a device, and its file."""
+    files = sorted(RESULTS.glob(f"{device}-{topic}-????-??-??.json"))
     if not files:
         raise SystemExit(f"no result of the topic {topic} is committed")
     return json.loads(files[-1].read_text(encoding="utf-8")), files[-1]
 
 
-def measured(topic: str) -> tuple[dict[str, Any], str]:
+def measured(topic: str, device: str = "h100") -> tuple[dict[str, Any], str]:
     """The newest result of a topic, and where and when it was measured, with a link to its rows."""
-    result, path = newest(topic)
+    result, path = newest(topic, device)
     meta, file = result["meta"], path.with_suffix(".md").relative_to(ROOT).as_posix()
     where = f"{meta['device']}, {meta['date']}, {short_commit(meta['commit'])}"
     return result, f"{where}, [rows](../{file})"
@@ -270,6 +271,18 @@ def precise() -> str:
     return "\n".join([head, "", *lines, "", points_in_space])
 
 
+def everyday() -> str:
+    """Speed relative to the fastest peer at shapes that no tile was tuned for."""
+    result, where = measured("everyday", "h200")
+    peers = dict.fromkeys(row["impl"] for row in result["rows"] if row["impl"] not in OURS)
+    head = wrapped(
+        f"Speed relative to the fastest of {', '.join(peers)} in the same run ({where}): geometric "
+        'mean and least of the shapes of a kind. "In order" is deterministic, "in any order" is '
+        "`deterministic=False`."
+    )
+    return "\n".join([head, "", by_kind(result)])
+
+
 def costs() -> str:
     """How much longer a call takes with each option, and which kernels serve it on Hopper."""
     result, where = measured("options")
@@ -386,6 +399,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/support.md": {"support": support},
     "docs/speed.md": {
         "speed": speed,
+        "everyday": everyday,
         "naive": naive,
         "precise": precise,
         "costs": costs,
