@@ -281,7 +281,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Scaling of attention over GPUs.")
     parser.add_argument("--devices", type=int, nargs="+", help="GPUs that this process drives")
     parser.add_argument(
-        "--transport", choices=("auto", "copy", "nccl"), default="auto", help="of these"
+        "--transport", choices=("auto", "copy", "nccl"), default="auto", help="between --devices"
     )
     parser.add_argument("--simulate", type=int, metavar="RANKS", help="on the CPU, over NumPy")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of each GPU, weak")

@@ -24,7 +24,7 @@ class Peers(Devices):
         super().__init__(dict(enumerate(map(Gpu, devices))), len(devices))
         runtime = imported_cupy().cuda.runtime
         for gpu, other in itertools.permutations(self.gpus.values(), 2):
-            with gpu.on(), contextlib.suppress(runtime.CUDARuntimeError):  # it is enabled already
+            with gpu.on(), contextlib.suppress(runtime.CUDARuntimeError):  # enabled before
                 runtime.deviceEnablePeerAccess(other.device)
 
     def start(self, exchanges: Mapping[int, Exchange]) -> Begun:

@@ -130,7 +130,7 @@ class Group(NamedTuple):
         return Exchange(tuple(sends), tuple(receives)), arena
 
     def spread(self, rows: Array) -> tuple[Exchange, Array]:
-        """Collect rows, the first axis of an array of any layout: own ones go out of the arena."""
+        """Collect rows, the first axis of an array in any layout, and send own ones from there."""
         arena = array_module(rows).empty((rows_of(self.holder), *rows.shape[1:]), rows.dtype)
         sends = []
         for here, there in self._pieces(self.rank):
