@@ -6,13 +6,10 @@ is compiled for devices without one.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import operator
 import re
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +20,14 @@ from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 from cuflash._arrays import rounded
-from cuflash.distributed import _one_pass
-from cuflash.distributed._one_pass import NEIGHBOURS, TYPES, body, contiguous, in_dtype, write_sum
+from cuflash._launch import one_pass
+from cuflash._launch.one_pass import NEIGHBOURS, body, contiguous, in_dtype, write_sum
 from support.nvrtc import compiler_of
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from support.host_device import COMPILER, SUPPORT, DeviceArray, on_device
+from support.host_device import COMPILER
+from support.neighbours import assert_same_bits, on_the_host, placed, probe
 
 BF16 = np.dtype(bfloat16)
 #: Of parts and of totals.
@@ -40,11 +38,6 @@ DTYPES = [
 OF_DTYPES = pytest.mark.parametrize(
     ("of_parts", "of_total"), DTYPES, ids=lambda dtype: np.dtype(dtype).name
 )
-CTYPES = {
-    "float16": "_Float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double",
-    "uint8": "unsigned char", "uint16": "unsigned short", "uint32": "unsigned int",
-    "uint64": "unsigned long long",
-}  # fmt: skip
 
 
 def numbers(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
@@ -60,14 +53,6 @@ def numbers(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
 def expected_of(parts: tuple[np.ndarray, ...], dtype: Any) -> np.ndarray:
     with np.errstate(all="ignore"):
         return rounded(functools.reduce(operator.add, parts), dtype)
-
-
-def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
-    """But those of NaN."""
-    assert found.dtype == expected.dtype
-    unsigned = np.dtype(f"u{expected.dtype.itemsize}")
-    same = found.view(unsigned) == np.ascontiguousarray(expected).view(unsigned)
-    assert (same | (np.isnan(found) & np.isnan(expected))).all()
 
 
 @OF_DTYPES
@@ -97,31 +82,9 @@ def test_only_what_has_another_dtype_is_copied(of_parts, of_total, terms):
     assert (total is parts[0]) == (np.dtype(of_parts) == of_total)
 
 
-def probe(name: str, types: list[np.dtype[Any]], count: int) -> str:
-    """Source of a probe with the types of parts and of the total."""
-    *parts, total = (CTYPES[dtype.name] for dtype in types)
-    source = (SUPPORT / name).read_text().replace("BODY;", body(len(parts), count))
-    return f"#define PART {parts[0]}\n#define TOTAL {total}\n{TYPES}{source}"
-
-
-def on_the_host(folder: Path, types: list[np.dtype[Any]], count: int) -> Callable[..., None]:
-    """What threads do, of which each has its places."""
-    name = "-".join([*(dtype.name for dtype in types), str(count)])
-    source, library = folder / f"{name}.cpp", folder / f"{name}.so"
-    source.write_text(probe("one_pass_probe.cpp", types, count))
-    command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
-    subprocess.run(command, check=True)
-    run: Callable[..., None] = ctypes.CDLL(str(library)).run
-    return run
-
-
-def addresses(array: np.ndarray) -> np.ndarray:
-    """Of all elements."""
-    places = np.full(array.shape, array.ctypes.data, np.int64)
-    for axis, stride in enumerate(array.strides):
-        extent = [-1 if i == axis else 1 for i in range(array.ndim)]
-        places += stride * np.arange(array.shape[axis]).reshape(extent)
-    return np.ascontiguousarray(places)
+def parameters(types: tuple[Any, ...]) -> dict[str, Any]:
+    """Of parts, and of the total."""
+    return dict(zip((*("a", "b")[: len(types) - 1], "total"), types, strict=True))
 
 
 @pytest.fixture
@@ -135,24 +98,13 @@ def counts(tmp_path, monkeypatch) -> list[int]:
             assert len(arrays) == terms + 1
             assert len({a.shape for a in arrays}) == 1
             found.append(count)
-            threads = on_the_host(tmp_path, [a.dtype for a in arrays], count)
-            places = [addresses(a) for a in (arrays[0], *arrays[-2:])]
-            pointers = [ctypes.c_void_p(p.ctypes.data) for p in places]
-            threads(ctypes.c_long(arrays[0].size), *pointers)
+            own = parameters(tuple(a.dtype for a in arrays))
+            on_the_host(tmp_path, own, body(terms, count))(*arrays)
 
         return run
 
-    monkeypatch.setattr(_one_pass, "_kernel", kernel)
+    monkeypatch.setattr(one_pass, "_kernel", kernel)
     return found
-
-
-def placed(array: np.ndarray, offset: int = 0) -> DeviceArray:
-    """Where a device's memory begins, or so many elements behind."""
-    room = np.zeros(array.nbytes + 512 + offset * array.itemsize, np.uint8)
-    first = -room.ctypes.data % 512 + offset * array.itemsize
-    made = room[first:][: array.nbytes].view(array.dtype).reshape(array.shape)
-    made[...] = array
-    return on_device(made)
 
 
 #: What canonical arrays of ranks are cut into, and whether threads take several elements of these.
@@ -178,7 +130,7 @@ def test_threads_write_all_elements_and_no_other(counts, cut, terms):
     total = placed(np.full((2, 3, 6, 16), 7, np.float16))
     expected = np.array(total)
     of_cut(expected)[...] = expected_of(tuple(map(of_cut, parts)), np.float16)
-    _one_pass._by_kernel(of_cut(total), *map(of_cut, parts))
+    one_pass._by_kernel(of_cut(total), *map(of_cut, parts))
     assert_same_bits(np.asarray(total), expected)
     assert counts == [NEIGHBOURS if several else 1]
 
@@ -213,7 +165,7 @@ def test_what_a_thread_cannot_read_at_once(counts, which, of_total):
         expected = expected_of(tuple(parts), of_total)
         arrays = [*parts, np.zeros((3, 16), of_total)]
         a, b, total = (placed(x, behind // x.itemsize * (i == which)) for i, x in enumerate(arrays))
-        _one_pass._by_kernel(total, a, b)
+        one_pass._by_kernel(total, a, b)
         assert_same_bits(np.asarray(total), expected)
     assert counts == [1, 1, 1, NEIGHBOURS]
 
@@ -224,7 +176,7 @@ def test_a_sum_in_place(counts, first):
     parts = [placed(numbers((3, 6, 16), np.float32, seed)) for seed in range(2)]
     expected = expected_of(tuple(map(np.array, parts)), np.float32)
     total = parts[not first]
-    _one_pass._by_kernel(total, *parts)
+    one_pass._by_kernel(total, *parts)
     assert_same_bits(np.asarray(total), expected)
     assert counts == [NEIGHBOURS]
 
@@ -247,7 +199,7 @@ def test_copies_keep_bits(counts, monkeypatch, dtype):
     raw = np.random.default_rng(0).integers(0, most, (2, 6, 16 * dtype.itemsize), np.uint8)
     array = placed(raw.view(dtype))
     rows_first = np.moveaxis(array, -2, 0)
-    monkeypatch.setattr(_one_pass, "array_module", lambda _: CUPY)
+    monkeypatch.setattr(one_pass, "array_module", lambda _: CUPY)
     assert contiguous(array) is array
     assert not counts
     copy = contiguous(rows_first)
@@ -266,7 +218,7 @@ COMPILED = [
 
 
 def on_a_device(types: tuple[Any, ...], count: int) -> str:
-    return probe("one_pass_probe.cu", list(map(np.dtype, types)), count)
+    return probe("neighbours_probe.cu", parameters(types), body(len(types) - 1, count))
 
 
 @pytest.mark.nvrtc

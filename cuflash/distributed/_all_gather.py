@@ -15,11 +15,11 @@ import numpy as np
 
 from cuflash._api.arguments import QKV
 from cuflash._arrays import Array
+from cuflash._launch.one_pass import write_sum
 from cuflash._results import Saved
 from cuflash.distributed._blocks import Block, blocks_of
 from cuflash.distributed._communicator import Compute, Schedule, Wait
 from cuflash.distributed._layout import in_a_row
-from cuflash.distributed._one_pass import write_sum
 from cuflash.distributed._parts import Parts, Stage, stages_of
 from cuflash.distributed._share import (
     KV,

@@ -8,11 +8,11 @@ from typing import Any, Unpack
 from cuflash._api import arguments
 from cuflash._api.arguments import QKV
 from cuflash._arrays import Array, array_module
+from cuflash._launch.one_pass import in_dtype
 from cuflash._problem.checks import flag
 from cuflash._problem.options import ScoreOptions
 from cuflash._results import AttentionResult, Gradients
 from cuflash.distributed._communicator import Communicator
-from cuflash.distributed._one_pass import in_dtype
 from cuflash.distributed._run import Asked, Call, run
 
 

@@ -14,11 +14,11 @@ from itertools import zip_longest
 from typing import Any
 
 from cuflash._arrays import Array
+from cuflash._launch.one_pass import contiguous, in_dtype, write_sum
 from cuflash._results import Saved
 from cuflash.distributed._blocks import Block, Bounds, blocks_of, lasts_of
 from cuflash.distributed._communicator import Compute, Exchange, Schedule, Wait
 from cuflash.distributed._layout import rows_of
-from cuflash.distributed._one_pass import contiguous, in_dtype, write_sum
 from cuflash.distributed._parts import Stage, stages_of
 from cuflash.distributed._share import KV, OptionGradients, Share, rows_back, rows_first
 from cuflash.distributed._sums import Merged, Summed

@@ -15,12 +15,12 @@ import numpy as np
 
 from cuflash._arrays import Array, array_module
 from cuflash._host.scores import arithmetic
+from cuflash._launch.one_pass import contiguous, in_dtype, write_sum
 from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem
 from cuflash.distributed._communicator import Exchange, Schedule, Wait
 from cuflash.distributed._layout import Chunks, joined, places, rows_of, within
-from cuflash.distributed._one_pass import contiguous, in_dtype, write_sum
 from cuflash.distributed._parts import Heads, Parts
 from cuflash.distributed._sums import added
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array, array_module
-from cuflash.distributed._one_pass import write_sum
+from cuflash._launch.one_pass import write_sum
 
 
 class Rows:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cuflash._arrays import Array
+from cuflash._launch.one_pass import contiguous, in_dtype, write_sum
 from cuflash._problem.options import with_arrays
 from cuflash._results import Saved
 from cuflash.distributed import _ring
 from cuflash.distributed._communicator import Schedule, Wait
 from cuflash.distributed._layout import Chunks, joined
-from cuflash.distributed._one_pass import contiguous, in_dtype, write_sum
 from cuflash.distributed._parts import Heads
 from cuflash.distributed._share import (
     Group,

@@ -24,14 +24,13 @@ _OPERATIONS = 3e9  # of a call that the CPU path computes
 
 def seams() -> list[tuple[Any, str, Callable[..., Any]]]:
     """Functions that launch kernels, by module and name, and what writes their results."""
-    from cuflash._launch import cache, float8, run
-    from cuflash.distributed import _one_pass
+    from cuflash._launch import cache, float8, one_pass, run
 
     of_caches = [(cache, name, getattr(host_cache, name)) for name in _OF_CACHES]
     return [
         (run, "forward", _forward), (run, "backward", _backward), *of_caches,
         (float8, "dequantized", _dequantized), (float8, "quantized", _quantized),
-        (_one_pass, "_by_kernel", _one_pass._by_numpy),
+        (one_pass, "_by_kernel", one_pass._by_numpy),
     ]  # fmt: skip
 
 

@@ -1,9 +1,10 @@
-"""How are arrays added, rounded and copied in one pass over memory, at its speed?"""
+"""How do CuPy's kernels add, round and copy in one pass over memory, at its speed?"""
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,11 +68,21 @@ def _by_numpy(total: Array, *parts: Array) -> None:
 
 
 def _by_kernel(total: Array, *parts: Array) -> None:
-    arrays = (*parts, total)
+    by_neighbours(functools.partial(_kernel, array_module(total), len(parts)), *parts, total)
+
+
+def by_neighbours(
+    kernel: Callable[[int], Any], *arrays: Array, of_rows: tuple[Any, ...] = ()
+) -> None:
+    """Run a kernel of CuPy's whose threads take several neighbours of each array, or one.
+
+    ``kernel`` is asked for by their number. Its first parameters are ``of_rows``: numbers, or
+    arrays that have one element for all of a row.
+    """
     count = NEIGHBOURS if all(map(has_neighbours, arrays)) else 1
     if count > 1:
         arrays = tuple(a[..., ::count] for a in arrays)  # their first: CuPy finds no others
-    _kernel(array_module(total), len(parts), count)(*arrays, block_size=_BLOCK_SIZE)
+    kernel(count)(*of_rows, *arrays, block_size=_BLOCK_SIZE)
 
 
 def has_neighbours(array: Array) -> bool:
