@@ -9,10 +9,11 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cuflash._arrays import Array, refuse_capture
+from cuflash._arrays import Array, is_cupy, refuse_capture
 from cuflash._jit.compilation import compile_kernel
 from cuflash._kernels import params, quantize
 from cuflash._launch.kernel_launcher import KernelLauncher
+from cuflash._launch.one_pass import TYPES, by_neighbours
 from cuflash._problem.float8 import E4M3
 from cuflash._select import hardware
 
@@ -59,23 +60,45 @@ def element_body(name: str, *, e4m3: bool, wide: bool) -> str:
     return text
 
 
+def body_of_neighbours(count: int, *, e4m3: bool, wide: bool) -> str:
+    """What a thread does that dequantises so many neighbours: it is given the first of them."""
+    return f"""
+const auto from = reinterpret_cast<const Neighbours<unsigned char, {count}>&>(codes);
+Neighbours<T, {count}> made;
+#pragma unroll
+for (int k = 0; k < {count}; ++k) {{
+    const unsigned int bits = from.each[k];
+    T& y = made.each[k];{element_body("dequantize", e4m3=e4m3, wide=wide)}}}
+reinterpret_cast<Neighbours<T, {count}>&>(out) = made;
+"""
+
+
 @functools.cache
-def _kernel(name: str, *, e4m3: bool, wide: bool) -> Any:
-    inputs, output = {
-        "dequantize": (f"uint8 bits, float{64 if wide else 32} factor", "T y"),
-        "quantize": ("T x, float32 factor", "uint8 y"),
-    }[name]
-    own = f"cuflash_{name}_{'e4m3' if e4m3 else 'e5m2'}"
-    return cupy.ElementwiseKernel(inputs, output, element_body(name, e4m3=e4m3, wide=wide), own)
+def _dequantizer(count: int, *, e4m3: bool, wide: bool) -> Any:
+    inputs = f"float{64 if wide else 32} factor, uint8 codes"
+    own = f"cuflash_dequantize_{'e4m3' if e4m3 else 'e5m2'}_by_{count}"
+    text = body_of_neighbours(count, e4m3=e4m3, wide=wide)
+    return cupy.ElementwiseKernel(inputs, "T out", text, own, preamble=TYPES)
+
+
+@functools.cache
+def _quantizer(*, e4m3: bool, wide: bool) -> Any:
+    own = f"cuflash_quantize_{'e4m3' if e4m3 else 'e5m2'}"
+    text = element_body("quantize", e4m3=e4m3, wide=wide)
+    return cupy.ElementwiseKernel("T x, float32 factor", "uint8 y", text, own)
 
 
 def dequantized(name: str, array: Array, factor: Any, out: Array) -> None:
-    """Write elements times factors into ``out``, rounded once to its dtype."""
+    """Write elements times factors into ``out``, rounded once to its dtype.
+
+    ``factor`` is a number, or an array with one of them for all of a row or of more.
+    """
     refuse_capture(name, "an array that a kernel takes as it is, or one of 16 bits or more")
     wide = out.dtype == np.float64
-    kernel = _kernel("dequantize", e4m3=array.dtype == E4M3, wide=wide)
-    factor = cupy.asarray(factor, np.float64 if wide else np.float32)
-    kernel(array.view(np.uint8), factor, out)
+    kernel = functools.partial(_dequantizer, e4m3=array.dtype == E4M3, wide=wide)
+    real = np.float64 if wide else np.float32
+    of_rows = factor.astype(real, copy=False) if is_cupy(factor) else real(factor)
+    by_neighbours(kernel, array.view(np.uint8), out, of_rows=(of_rows,))
 
 
 def rounded_in_two_passes(
@@ -120,6 +143,6 @@ def rounded_in_two_passes(
 def quantized(array: Array, factor: Array, dtype: np.dtype[Any]) -> Array:
     """Elements divided by factors, rounded to nearest even and saturated."""
     out = cupy.empty(array.shape, np.uint8)
-    kernel = _kernel("quantize", e4m3=dtype == E4M3, wide=array.dtype == np.float64)
+    kernel = _quantizer(e4m3=dtype == E4M3, wide=array.dtype == np.float64)
     kernel(array, factor, out)
     return out.view(dtype)
