@@ -319,6 +319,10 @@ struct Multiplier {
 struct Consumer : DkvWarpgroup<64> {
   // Do registers hold dp beside p and the operand p of dv?
   static constexpr bool dp_beside_p = Config::head_dim + Config::head_dim_v <= 192;
+  // Do they hold a tile's owner from one entry to the next? Not beside lengths, unless dropout or
+  // packed sequences lay them out otherwise.
+  static constexpr bool holds_owner = Config::head_dim <= 96 || !Score::has_lengths ||
+                                      Config::dropout || Config::cu_seqlens != Dtype::none;
   static constexpr int first_turn = 1;  // the first of as many named barriers as warpgroups
   Ring<BiasTiles::stages> bias_ring;
 
@@ -352,10 +356,11 @@ struct Consumer : DkvWarpgroup<64> {
     slice->dv.write(dv_acc[0], lane_index());
   }
 
-  CUFLASH_DEVICE void add_tile(const KeyTile& work, const Tiles& tiles) {
+  CUFLASH_DEVICE void add_tile(const KeyTile& of_all, const Tiles& tiles) {
     if (warpgroup == 1) pingpong_wait();  // the other begins (D82)
 #pragma unroll 1
     for (int index = 0; index < KeyTile::entries(params); ++index) {
+      const KeyTile work = holds_owner ? of_all : KeyTile::at(params, tiles.index());
       const Score score(params.score, work.entry(params, index));
       const Range tile{work.first_key, work.first_key + Config::block_n};
       BlockRanges blocks = score.q_blocks(tile.begin, tile.end);

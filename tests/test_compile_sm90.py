@@ -301,6 +301,21 @@ def test_all_gradients_in_one_pass(generation: int, pytestconfig: pytest.Config)
 
 @pytest.mark.gate
 @pytest.mark.nvrtc
+@pytest.mark.parametrize("name", ["q_lengths", "kv_lengths"])
+def test_lengths_of_one_side_in_one_pass(generation: int, name: str) -> None:
+    """Of each integer dtype, in either order of sums."""
+    configs = set()
+    for integer, dtype, ordered in ((np.int32, bfloat16, True), (np.int64, np.float16, False)):
+        case = {**PLAIN, name: integer, "dtype": dtype, **SERVED, "head_dims": (128, 128)}
+        found = chosen.fused(problem_of(case), deterministic=ordered)
+        assert found is not None
+        assert (found.q_lengths, found.kv_lengths).count("none") == 1
+        configs.add(found)
+    compile_all(configs, generation)
+
+
+@pytest.mark.gate
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("dtype", [bfloat16, np.float16])
 def test_a_bias_through_shared_memory(generation: int, dtype: Any) -> None:
     """Rows of 16 bits at multiples of 16 bytes at head size 128; with parts of the queries, too."""

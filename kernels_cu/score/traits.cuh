@@ -25,6 +25,10 @@ struct ScoreTraits {
   static constexpr bool may_hide_rows = hides_pairs || has_segments || Config::mask_stages ||
                                         Config::bias_stages || Config::holds_bias;
 
+  // Do arrays say how long the sequences of an entry are?
+  static constexpr bool has_lengths =
+      Config::q_lengths != Dtype::none || Config::kv_lengths != Dtype::none;
+
   static constexpr bool is_capped = Config::softcap;
   static constexpr bool has_slopes = Config::alibi_slopes != Dtype::none;
   static constexpr bool has_sink = Config::sink != Dtype::none;
@@ -72,10 +76,9 @@ struct ScoreTraits {
       Config::scale_in_exponent + is_capped + has_slopes == 1;
 
   // Is it so with nothing of a row or an entry to keep in registers but where a causal bound lies?
-  static constexpr bool is_light =
-      is_plain && !has_sink && !Config::window_left && !Config::dropout &&
-      Config::alibi_slopes == Dtype::none && Config::q_lengths == Dtype::none &&
-      Config::kv_lengths == Dtype::none && Config::cu_seqlens == Dtype::none;
+  static constexpr bool is_light = is_plain && !has_sink && !Config::window_left &&
+                                   !Config::dropout && Config::alibi_slopes == Dtype::none &&
+                                   !has_lengths && Config::cu_seqlens == Dtype::none;
 
   // Which of a row range's key blocks may be masked, beside the last one, in which lengths end.
   static constexpr bool masks_before_last =
