@@ -194,12 +194,10 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         problem, stages = request.problem, look_up_stages(request)
-        fields = wgmma.fields(cls, request, ROWS, _holding(request))
+        fields = wgmma.fields(cls, request, ROWS, _holding(request, stages)) | stages
         # Thread blocks draw the tiles of packed sequences: none has one part of one tile.
         if split_keys.wanted(request) and problem.cu_seqlens_q is None:
             fields |= split_keys.fields(request)
-        else:
-            fields |= stages
         if problem.pages is not None:
             size, block_n = problem.pages.size, fields["block_n"]
             if size % block_n and block_n % size:
@@ -231,13 +229,13 @@ def look_up_stages(request: Request) -> dict[str, int]:
     return {"mask_stages": _MASK_STAGES} if look_ups.come_by_rows(problem.mask, request) else {}
 
 
-def _holding(request: Request) -> dict[str, bool]:
-    """What holds of a request, in the words of the table."""
+def _holding(request: Request, stages: dict[str, int]) -> dict[str, bool]:
+    """What holds of a request with these buffers, in the words of the table."""
     problem, folded = request.problem, scale_in_exponent(request.problem)
     packed, biased = problem.cu_seqlens_q is not None, problem.bias is not None
     lengths = problem.q_lengths is not None or problem.kv_lengths is not None
     sliding, sink = problem.window_left is not None, problem.sink is not None
-    few_rows, stages = _has_few_rows(request), look_up_stages(request)
+    few_rows = _has_few_rows(request)
     few_tiles = not folded or portable.num_tiles(problem, 128) <= request.num_sms
     narrow = problem.window_keys is not None and problem.window_keys <= _NARROW
     # Three warpgroups have no registers for a sink and bounds from arrays.
