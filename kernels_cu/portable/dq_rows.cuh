@@ -1,6 +1,7 @@
 // What a warp does with its rows of dq, whatever multiplies them: statistics, ds, and the end.
 #pragma once
 
+#include "portable/seen_columns.cuh"
 #include "simt/recompute_rows.cuh"
 #include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
@@ -49,16 +50,12 @@ CUFLASH_DEVICE void compute_ds(Real (&s_acc)[slices][tiles][4],
   const WarpPowers power;
   unrolled<slices, 2>([&](int s, int half) {
     const int q_idx = lane_row + 16 * s + 8 * half;
-    // Relative to this lane's first column, so that columns are compared as constants.
-    const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
-    ColumnBits seen;
-    if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
+    const SeenColumns<masked, tiles> seen(score, q_idx, lane_key);
     unrolled<tiles, 2>([&](int t, int i) {
       Real& value = s_acc[s][t][2 * half + i];
       const Real product = value;
       const int kv_idx = lane_key + 8 * t + i;
-      const bool visible = !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
-                                       score.formula_shows(q_idx, kv_idx));
+      const bool visible = seen.contains(t, i);
       const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
       const Real p = power(score.probability_exponent(logit, rows[s][half].lse));
       const Real ds = p * (dp_acc[s][t][2 * half + i] - rows[s][half].delta);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "tile/matmul.cuh"
+#include "portable/seen_columns.cuh"
 #include "schedule/segments.cuh"
 #include "simt/recompute_rows.cuh"
 
@@ -132,18 +133,14 @@ CUFLASH_DEVICE void add_pairs(Real (&acc)[slices][tiles][4], const Real (&s_acc)
         any_far = true;
         row.lse = infinity();
       }
-      // Relative to this lane's first column, so that columns are compared as constants.
-      const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
-      ColumnBits seen;
-      if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
+      const SeenColumns<masked, tiles> seen(score, q_idx, lane_key);
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const Real product = s_acc[s][t][2 * half + i];
           const int kv_idx = lane_key + 8 * t + i;
-          const bool visible = !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
-                                           score.formula_shows(q_idx, kv_idx));
+          const bool visible = seen.contains(t, i);
           Real logit;
           if constexpr (holds_bias) {
             const Real own = bias.of_row[s][half](t, i);

@@ -1,6 +1,7 @@
 // What a warp does with its rows of the forward, whatever multiplies them: scores, and the end.
 #pragma once
 
+#include "portable/seen_columns.cuh"
 #include "simt/recompute_rows.cuh"
 #include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
@@ -16,18 +17,14 @@ CUFLASH_DEVICE void apply_score(Real (&s_acc)[slices][tiles][4], const Score& sc
   const int lane_key = first_key + fragment_column(0, 0, lane);
   unrolled<slices, 2>([&](int s, int half) {
     const int q_idx = lane_row + 16 * s + 8 * half;
-    // Relative to this lane's first column, so that columns are compared as constants.
-    const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
-    ColumnBits seen;
-    if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
+    const SeenColumns<masked, tiles> seen(score, q_idx, lane_key);
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         Real& value = s_acc[s][t][2 * half + i];
         const int kv_idx = lane_key + 8 * t + i;
-        const bool visible = !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
-                                         score.formula_shows(q_idx, kv_idx));
+        const bool visible = seen.contains(t, i);
         value = visible ? score.apply(value, q_idx, kv_idx) : -infinity();
       }
     }

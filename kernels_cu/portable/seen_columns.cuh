@@ -1,0 +1,31 @@
+// Which keys a row sees, of the columns of a block that a lane holds.
+#pragma once
+
+#include "score/score.cuh"
+
+namespace cuflash {
+
+// All of them in a block that is not `masked`.
+template <bool masked, int tiles>
+struct SeenColumns {
+  const Score& score;
+  const int q_idx, first_key;  // of the lane's first column
+  const Range keys;            // counted from there: columns are compared as constants
+  ColumnBits seen;
+
+  // Asked for by a whole warp.
+  CUFLASH_DEVICE SeenColumns(const Score& score, int q_idx, int first_key)
+      : score(score),
+        q_idx(q_idx),
+        first_key(first_key),
+        keys(score.kv_range(q_idx, q_idx + 1).relative_to(first_key)) {
+    if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, first_key, keys);
+  }
+
+  CUFLASH_DEVICE bool contains(int t, int i) const {
+    return !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
+                       score.formula_shows(q_idx, first_key + 8 * t + i));
+  }
+};
+
+}  // namespace cuflash
