@@ -94,32 +94,7 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   ptx::fence_mbarrier_init();
 }
 
-// The tiles of a thread block, as a warp receives them: one after the other.
-struct Tiles {
-  SharedMemory& smem;
-  Ring<2> ring;
-
-  // Negative: none is left.
-  CUFLASH_DEVICE int receive() const {
-    wait(smem.tile_full[ring.stage()], ring.full_parity());
-    return index();
-  }
-  CUFLASH_DEVICE int index() const {
-    int tile = 0;
-    if (lane_index() == 0) tile = smem.tile[ring.stage()];
-    return __shfl_sync(0xffffffff, tile, 0);
-  }
-  CUFLASH_DEVICE void release() {
-    arrive_as_warp(smem.tile_empty[ring.stage()]);
-    ring.advance();
-  }
-  CUFLASH_DEVICE uint32_t keys_parity() const { return ring.uses & 1; }
-  // Asked for anew at each block: no register holds where a part begins. (D145)
-  CUFLASH_DEVICE bool has(int block) const {
-    if constexpr (!Config::split_rows) return true;
-    return block >= *const_cast<const volatile int*>(&smem.first_block[ring.stage()]);
-  }
-};
+using Tiles = DrawnTiles<SharedMemory>;
 
 // ----------------------------------------------------------------------------- the loading warp
 struct Producer {
@@ -152,36 +127,6 @@ struct Producer {
     }
     arrive_as_warp(smem.tile_full[ring.stage()]);
     return tile;
-  }
-};
-
-// ------------------------------------------------------------------- the warp that loads a bias
-struct BiasProducer {
-  const BackwardSm90Params& params;
-  SharedMemory& smem;
-
-  CUFLASH_DEVICE void run(NoBiasTiles&) {}
-  CUFLASH_DEVICE void run(BiasTiles& tiles_of_bias) {
-    BiasLoader bias{tiles_of_bias};
-    Tiles tiles{smem};
-#pragma unroll 1
-    for (;; tiles.release()) {
-      const int tile = tiles.receive();
-      if (tile < 0) break;
-      const KeyTile work = KeyTile::at(params, tile);
-      const Range keys{work.first_key, work.first_key + Config::block_n};
-#pragma unroll 1
-      for (int index = 0; index < KeyTile::entries(params); ++index) {
-        const Score score(params.score, work.entry(params, index));
-        const BlockRanges blocks = work.own(score.q_blocks(keys.begin, keys.end), params);
-        LastRowsFirst walk(score, blocks, keys);
-        bias.start(score, keys.begin);
-#pragma unroll 1
-        for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
-          bias.load_block(params.score.bias_layout.row, block * Config::block_m, score.seqlen.q);
-        }
-      }
-    }
   }
 };
 
@@ -478,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     ptx::setmaxnreg_dec<producer_registers>();
     if (warp == 0) Producer{params, smem}.run();
     if (warp == 1 || warp == 2) Writer{smem, warp - 1u}.run();
-    if (loads_bias && warp == 3) BiasProducer{params, smem}.run(smem.bias);
+    if (loads_bias && warp == 3) BiasProducer<SharedMemory>{params, smem}.run(smem.bias);
   } else if (warp < 4 + 4 * consumers) {
     ptx::setmaxnreg_inc<consumer_registers>();
     Consumer{{params, smem, warp / 4 - 1}}.run();

@@ -6,7 +6,7 @@
 //   empty        4 consumers        every warp has read it: load the next
 #pragma once
 
-#include "sm90/dkv_producer.cuh"
+#include "sm90/drawn_tiles.cuh"
 
 namespace cuflash {
 
@@ -80,6 +80,37 @@ struct BiasLoader {
       ptx::bulk_load(to, values + before_end, (existing - before_end) * sizeof(Value), full);
     }
     __syncwarp();  // no lane may be left two phases behind in a wait
+  }
+};
+
+// The warp that brings the bias of every block of queries of every tile.
+template <typename SharedMemory>
+struct BiasProducer {
+  const BackwardSm90Params& params;
+  SharedMemory& smem;
+
+  CUFLASH_DEVICE void run(NoBiasTiles&) {}
+  CUFLASH_DEVICE void run(BiasTiles& tiles_of_bias) {
+    BiasLoader bias{tiles_of_bias};
+    DrawnTiles<SharedMemory> tiles{smem};
+#pragma unroll 1
+    for (;; tiles.release()) {
+      const int tile = tiles.receive();
+      if (tile < 0) break;
+      const KeyTile work = KeyTile::at(params, tile);
+      const Range keys{work.first_key, work.first_key + Config::block_n};
+#pragma unroll 1
+      for (int index = 0; index < KeyTile::entries(params); ++index) {
+        const Score score(params.score, work.entry(params, index));
+        const BlockRanges blocks = work.own(score.q_blocks(keys.begin, keys.end), params);
+        LastRowsFirst walk(score, blocks, keys);
+        bias.start(score, keys.begin);
+#pragma unroll 1
+        for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
+          bias.load_block(params.score.bias_layout.row, block * Config::block_m, score.seqlen.q);
+        }
+      }
+    }
   }
 };
 
