@@ -19,6 +19,7 @@ from cuflash._problem.problem import Problem
 _OF_A_TILE = 1.0
 _OF_COMBINING = 3.0
 _OF_A_PART = 0.03
+_CLOSE = 1.03  # estimates that tell no difference: fewer parts take less memory
 _MOST_SUMS = 64  # of dq
 
 
@@ -35,7 +36,7 @@ def may_split_rows(config: Any) -> bool:
 
 
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
-    """Parts of the queries of each tile of keys: what is done first by an estimate."""
+    """Parts of the queries of each tile of keys: the fewest that are done first by an estimate."""
     if not num_sms or config.cluster_blocks > 1:  # of pairs not measured
         return 1
     side_by_side = num_sms // int(config.cluster_blocks)  # tiles
@@ -62,7 +63,8 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
         waiting = min(side_by_side / at_all, 1.0) * further
         return max(own, at_all / side_by_side * own / 2 * (1 + waiting)) + added
 
-    return min(candidates, key=takes)
+    longest = _CLOSE * min(map(takes, candidates))
+    return next(parts for parts in candidates if takes(parts) <= longest)
 
 
 def sums_of_dq(problem: Problem, config: Any, num_sms: int) -> int:
