@@ -175,6 +175,24 @@ def test_a_gpu_quantises_to_the_same_bits(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)
+@pytest.mark.parametrize("first", [0, 1, 8])
+def test_a_gpu_quantises_arrays_in_any_order(cupy: Any, dtype: Any, first: int) -> None:
+    """Heads beside features, of which the first may lie where no thread reads several at once."""
+    x = (
+        np.random.default_rng(0)
+        .standard_normal((2, 100, 3, 128))
+        .astype(dtype)[..., first:][..., :64]
+    )
+    there = cupy.asarray(np.ascontiguousarray(x))
+    room = cupy.zeros((2, 100, 3, 128), there.dtype)[..., first:][..., :64]
+    room[...] = there
+    expected, found = (cuflash.quantize(a, per=16, axes=(-3, -1)) for a in (x, room))
+    assert bits(found.scale.get()) == bits(expected.scale)
+    assert bits(on_host(found.array)) == bits(expected.array)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("d", [32, 64, 128, 256])
 def test_a_gpu_rotates_alike(cupy: Any, d: int) -> None:
     """In another order of sums: few elements are rounded otherwise."""

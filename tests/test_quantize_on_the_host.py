@@ -71,6 +71,17 @@ def test_rotations_are_those_of_the_cpu(device: HostDevice, dtype: Any, d: int) 
     ).all()
 
 
+def test_heads_may_lie_beside_features(device: HostDevice) -> None:
+    del device
+    x = numbers(BF16, 64)
+    expected = float8.rounded_in_two_passes(on_device(x), 16, None, E4M3)
+    beside = np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
+    found = float8.rounded_in_two_passes(on_device(beside), 16, None, E4M3)
+    assert found is not None
+    assert expected is not None
+    assert [bits(a) for a in found] == [bits(a) for a in expected]
+
+
 def test_what_it_does_not_serve(device: HostDevice) -> None:
     del device
     for x in (np.ones((3, 80)), np.ones((3, 80), np.float32), np.ones((0, 64), np.float32)):

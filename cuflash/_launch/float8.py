@@ -13,7 +13,7 @@ from cuflash._arrays import Array, is_cupy, refuse_capture
 from cuflash._jit.compilation import compile_kernel
 from cuflash._kernels import params, quantize
 from cuflash._launch.kernel_launcher import KernelLauncher
-from cuflash._launch.one_pass import TYPES, by_neighbours
+from cuflash._launch.one_pass import TYPES, by_neighbours, contiguous
 from cuflash._problem.float8 import E4M3
 from cuflash._select import hardware
 
@@ -113,7 +113,7 @@ def rounded_in_two_passes(
     served = matrices.dtype.name in _READ and d in quantize.WIDTHS and matrices.size > 0
     if not served or hardware.of_device(device).capability < _FIRST_WITH_FLOAT8:
         return None
-    x = cupy.ascontiguousarray(matrices)
+    x = contiguous(matrices)
     if x.data.ptr % _LANE_BYTES:
         x = x.copy()
     rows = rows if 0 < rows < m else m

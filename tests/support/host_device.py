@@ -141,7 +141,6 @@ def host_device(folder: Path, capability: int = 80) -> Iterator[HostDevice]:
         zeros=lambda shape, dtype: on_device(np.zeros(shape, dtype)),
         zeros_like=lambda array: on_device(np.zeros_like(array)),
         asarray=on_device,
-        ascontiguousarray=lambda array: on_device(np.ascontiguousarray(array)),
         copyto=np.copyto,
         broadcast_to=lambda array, shape: np.broadcast_to(array, shape, subok=True),
     )
@@ -163,6 +162,7 @@ def host_device(folder: Path, capability: int = 80) -> Iterator[HostDevice]:
         patch.setattr(launch_run, "_on_device", lambda _: nullcontext())
         for module in (plan, cache, float8):
             patch.setattr(module, "compile_kernel", device.compile)
+        patch.setattr(float8, "contiguous", lambda array: on_device(np.ascontiguousarray(array)))
         patch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=device.launch))
         forget()
         with hardware.assumed(host):
