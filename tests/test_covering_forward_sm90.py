@@ -146,12 +146,12 @@ ROWS = {
         "packed, offset, grouped, bias of keys, sink, dropout, q_lengths",
     ),
     "forward_fp8_sm90": (
-        "full blocks, packed, window, shared keys, sink",
+        "full blocks, packed, window, shared keys, sink, float16 out",
         "factors of each head, causal, offset of each entry, q_lengths, kv_lengths, "
-        "sequence outside heads, no lse",
-        "64, few queries, offset, grouped, sequence outside heads",
+        "sequence outside heads, no lse, float16 out",
+        "64, few queries, offset, grouped, sequence outside heads, float16 out",
         "few queries, packed, factors of each head, left window, offset, shared keys, sink, "
-        "q_lengths, kv_lengths, no lse",
+        "q_lengths, kv_lengths, no lse, float16 out",
         "full blocks, factors of each head, grouped, q_lengths, kv_lengths, no lse",
         "packed, left window, offset of each entry, sink, sequence outside heads, no lse",
         "64, factors of each head, causal",
@@ -216,9 +216,8 @@ def test_rows_have_every_kind_of_tile() -> None:
     assert sum(config.split_keys for config in of_float32) >= 3
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="a Problem of 8 bits has no float16 out")
 def test_a_result_of_8_bits_may_be_float16() -> None:
-    """As in docs/float8.md, and on NumPy arrays: on a GPU only dequantised calls have it."""
+    """As in docs/float8.md, and on NumPy arrays."""
     levels = levels_of("forward_fp8_sm90", "") | {"result": "float16 out"}
     assert steps_of("forward_fp8_sm90", levels)[0].config.out_dtype == "float16"
 

@@ -218,7 +218,7 @@ def _describe(
         if getattr(options, name) is not None:
             of_options[name] = number(getattr(options, name))
     left, right = options.window or (None, None)
-    own = HALVES[1] if dtype == E4M3 else dtype
+    own = HALVES[::-1] if dtype == E4M3 else (dtype,)  # the first where none is given
     out_layout = _out_layout(out, batch_shape, (seqlen_q, head_dim_v), axes, own)
     return Problem(
         batch=batch,
@@ -336,7 +336,7 @@ def _out_layout(
     batch_shape: tuple[int, ...],
     core: tuple[int, int],
     axes: Axes,
-    dtype: np.dtype[Any],
+    dtypes: tuple[np.dtype[Any], ...],
 ) -> Signature:
     """The result's layout: the given array's, or C order in the caller's axes order."""
     ndim = len(batch_shape) + 2
@@ -344,13 +344,13 @@ def _out_layout(
     remaining = iter(batch_shape)
     expected = tuple(of_core[i] if i in of_core else next(remaining) for i in range(ndim))
     if out is None:
-        strides = [dtype.itemsize] * ndim
+        strides = [dtypes[0].itemsize] * ndim
         for i in reversed(range(ndim - 1)):
             strides[i] = strides[i + 1] * max(expected[i + 1], 1)
-        return (expected, tuple(strides), dtype)
+        return (expected, tuple(strides), dtypes[0])
     if out[0] != expected:
         raise wrong_value("out", f"shape {out[0]}", f"shape {expected}")
-    allowed = (dtype, np.dtype(np.float32)) if dtype in HALVES else (dtype,)
+    allowed = (*dtypes, np.dtype(np.float32)) if dtypes[0] in HALVES else dtypes
     if out[2] not in allowed:
         text = " or ".join(f"dtype {a}" for a in allowed)
         raise wrong_type("out", f"dtype {out[2]}", text)

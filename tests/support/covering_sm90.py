@@ -76,6 +76,7 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
         "size": tuple(SIZES)[:4],
         "order": ("in order", "packed"),
         "factors": ("no factors", "factors of each head"),
+        "result": ("same dtype", "float16 out"),
         **OPTIONS,
     },
 }
