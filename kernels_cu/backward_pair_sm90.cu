@@ -323,8 +323,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
   const Work work = Work::at(params, tile);
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   // Registers of a thread; their sum over all warpgroups is what the block was given at its start.
+  constexpr int first_registers = stages_dq ? 32 : 24, query_registers = 128 - first_registers;
   if (warp < 4) {
-    ptx::setmaxnreg_dec<24>();
+    ptx::setmaxnreg_dec<first_registers>();
     if (warp == 0) Producer{params, smem}.run(work);
     if (warp != 0 && lane_index() == 0) wait_for_turns(params, work, warp, smem.dq);
   } else if (warp < 8) {
@@ -334,7 +335,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
     ptx::setmaxnreg_inc<160>();
     KeyGradient{params, smem}.run(work);
   } else {
-    ptx::setmaxnreg_dec<104>();
+    ptx::setmaxnreg_dec<query_registers>();
     QueryGradient{params, smem}.run(work);
   }
   ptx::cluster_sync();  // neither reaches into shared memory of a thread block that has ended
