@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--per-host", type=int, default=8)
     parser.add_argument("--tflops", type=float, nargs=2, default=(683.0, 519.0),
                         help="of one GPU, causal: forward, gradient")  # fmt: skip
-    parser.add_argument("--kept", type=float, nargs=2, default=(0.84, 0.83),
+    parser.add_argument("--kept", type=float, nargs=2, default=(0.90, 0.96),
                         help="shares of that in weak scaling")  # fmt: skip
     parser.add_argument("--gbytes", type=float, nargs=2, default=(300.0, 45.0),
                         help="a second: within a host, between hosts")  # fmt: skip
