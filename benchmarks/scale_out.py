@@ -44,7 +44,7 @@ from cuflash import distributed  # noqa: E402
 Array = Any
 ROUNDS = 5
 LEAST_MS = 100.0  # of a round, in repeated calls: what begins a call is hidden behind the last
-LONG = 2.0  # seconds of a call that is timed once, the first time: smaller cells have compiled it
+LONG = 2.0  # seconds of a call that is timed once
 HEAD_DIM = 128
 HEADS = {"GQA 32/8": (32, 8), "MHA 32": (32, 32), "GQA 32/4": (32, 4)}
 TOKENS = (8192, 2048, 4096, 16384)  # of each GPU; the bar's first
@@ -149,10 +149,10 @@ class Ranks:
 
     def compared(self, ours: Callable[[], Any], one: Callable[[], Any]) -> tuple[float, float]:
         """Median seconds of both, in turns."""
+        self.seconds(ours, 1), self.seconds(one, 1)  # they may compile
         once = [self.seconds(call, 1) for call in (ours, one)]
         if max(once) > LONG:
             return once[0], once[1]
-        once = [self.seconds(call, 1) for call in (ours, one)]
         repeats = [1 if self.xp is np else max(1, round(LEAST_MS * 1e-3 / each)) for each in once]
         samples = [
             (self.seconds(ours, repeats[0]), self.seconds(one, repeats[1])) for _ in range(ROUNDS)
