@@ -7,7 +7,8 @@
 // or, where the kernel rotates, random signs times a Hadamard matrix over sqrt(head_dim): log2 of
 // head_dim steps of sums and differences, the first three in a lane, the others between lanes.
 //
-// A lane has 8 neighbouring elements of a row; a thread block has up to 64 rows of one block.
+// A lane has 8 neighbouring elements of a row; a thread block has up to Config::block_m rows of one
+// block.
 #include "params.cuh"
 #include "ptx/special.cuh"
 #include "tile/fragment.cuh"
@@ -16,11 +17,15 @@ namespace cuflash {
 
 constexpr int row_lanes = Config::head_dim / 8;
 constexpr int rows_at_once = Config::num_threads / row_lanes;
-constexpr int rows_of_part = 64;
+constexpr int rows_of_part = Config::block_m;
 constexpr int steps = rows_of_part / rows_at_once;
 constexpr bool to_e4m3 = Config::out_dtype == Dtype::float8_e4m3fn;
 constexpr float least_normal = 0x1p-126f, most = to_e4m3 ? 448.0f : 57344.0f;
 static_assert(row_lanes <= 32 && rows_of_part % rows_at_once == 0, "a warp holds whole rows");
+
+struct SharedMemory {
+  float largest[Config::num_warps];
+};
 
 struct Part {
   float x[8];
@@ -148,7 +153,16 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
     for (int distance = 16; distance > 0; distance /= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
     }
-    // Of numbers from 0 on, the order of the bits.
-    if (lane_index() == 0) atomicMax(params.largest + block, __float_as_uint(largest));
+    SharedMemory& smem = shared_memory<SharedMemory>();
+    if (lane_index() == 0) smem.largest[warp_index()] = largest;
+    __syncthreads();  // the largest of every warp is there
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int warp = 1; warp < Config::num_warps; ++warp) {
+        largest = fmaxf(largest, smem.largest[warp]);
+      }
+      // Of numbers from 0 on, the order of the bits.
+      atomicMax(params.largest + block, __float_as_uint(largest));
+    }
   }
 }

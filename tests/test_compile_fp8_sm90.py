@@ -17,7 +17,7 @@ from test_compile_sm90 import OPTIONS, SERVED, by_turns, compile_all, rows_of
 from cuflash import Options
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.forward_fp8_sm90 import ROWS
-from cuflash._kernels.quantize import WIDTHS, QuantizeConfig
+from cuflash._kernels.quantize import WIDTHS, QuantizeConfig, block_rows
 from cuflash._problem.float8 import E4M3
 from support import chosen
 
@@ -68,7 +68,7 @@ def test_quantising(generation: int) -> None:
         {
             QuantizeConfig(
                 dtype=dtype, out_dtype=("float8_e4m3fn", "float8_e5m2")[writes],
-                head_dim=width, rotates=True, writes=writes,
+                head_dim=width, rotates=True, writes=writes, block_m=block_rows(width, 1 << 20),
             )
             for dtype, width in zip(dtypes, WIDTHS, strict=True)
             for writes in (False, True)

@@ -77,7 +77,8 @@ CONFIGS: tuple[KernelConfig, ...] = (
     ),
     KERNELS["forward_combine"](**COMMON),
     KERNELS["quantize"](
-        dtype="float16", out_dtype="float8_e4m3fn", head_dim=64, rotates=True, writes=False
+        dtype="float16", out_dtype="float8_e4m3fn", head_dim=64, block_m=64, rotates=True,
+        writes=False,
     ),
     KERNELS["forward_fp8_sm90"](
         **{**TILE, "dtype": "float8_e4m3fn", "num_warps": 12, "block_m": 128}, num_stages=2,

@@ -15,7 +15,7 @@ from support.float8 import BF16, bits, dequantized
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash._kernels.quantize import WIDTHS
+from cuflash._kernels.quantize import WIDTHS, block_rows
 from cuflash._launch import float8
 from support.host_device import COMPILER, HostDevice, host_device, on_device
 
@@ -37,21 +37,32 @@ def numbers(dtype: Any, d: int, rows: int = 100) -> np.ndarray:
     return x.astype(dtype)
 
 
+def check(x: np.ndarray, rows: int, kind: Any) -> None:
+    expected = cuflash.quantize(x, per=rows or "matrix", dtype=kind)
+    made = float8.rounded_in_two_passes(on_device(x), rows, None, kind)
+    assert made is not None
+    array, scale = made
+    assert bits(scale) == bits(expected.scale)
+    nan = np.isnan(expected.array.astype(np.float32))
+    assert (np.isnan(array.astype(np.float32)) == nan).all()
+    assert ((array.view(np.uint8) == expected.array.view(np.uint8)) | nan).all()
+
+
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, BF16, np.float32], ids=str)
 @pytest.mark.parametrize("d", WIDTHS)
 def test_bits_are_those_of_the_cpu(device: HostDevice, kind: Any, dtype: Any, d: int) -> None:
-    x = numbers(dtype, d)
     for rows in (0, 1, 16, 64, 128, 1 << 40):
-        expected = cuflash.quantize(x, per=rows or "matrix", dtype=kind)
-        made = float8.rounded_in_two_passes(on_device(x), rows, None, kind)
-        assert made is not None
-        array, scale = made
-        assert bits(scale) == bits(expected.scale)
-        nan = np.isnan(expected.array.astype(np.float32))
-        assert (np.isnan(array.astype(np.float32)) == nan).all()
-        assert ((array.view(np.uint8) == expected.array.view(np.uint8)) | nan).all()
+        check(numbers(dtype, d), rows, kind)
     assert device.launched.count("cuflash_quantize") >= 10
+
+
+@pytest.mark.parametrize("d", WIDTHS)
+def test_a_thread_block_has_more_of_many_rows(device: HostDevice, d: int) -> None:
+    del device
+    assert 64 <= block_rows(d, 600) == block_rows(d, 1 << 40) < 600
+    for rows in (0, 512):
+        check(numbers(BF16, d, 600), rows, E4M3)
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)

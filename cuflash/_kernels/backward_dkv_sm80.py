@@ -21,6 +21,7 @@ ROWS = (
     *(Row("half, general", d, ((64, 64, 4, 2),)) for d in (16, 32, 64)),
     Row("half, general", 96, ((32, 64, 4, 2),)),
     Row("half, general", 128, ((32, 64, 4, 2), (32, 64, 4, 1))),
+    *(Row("half, short", d, ((32, 64, 4, 3),), "D15") for d in (16, 32, 64)),
     Row("float32", 16, ((32, 64, 4, 2),)),
     Row("float32", 32, ((32, 64, 4, 2),), "D36"),
     Row("float32, v alone", 32, ((64, 64, 4, 2),), "D126"),

@@ -28,6 +28,10 @@ ROWS = (
     Row("half, general", 64, ((64, 96, 4, 2, 2),)),
     Row("half, general", 96, ((64, 64, 4, 2, 2), (64, 32, 4, 2, 2))),
     Row("half, general", 128, ((64, 64, 4, 2, 2), (64, 32, 4, 2, 2))),
+    # Blocks that share an SM hide each other's loads.
+    *(Row("half, short", d, ((64, 64, 4, n, 1),), "D15") for d, n in ((16, 5), (32, 4), (64, 5))),
+    Row("half, short, 32 rows", 32, ((32, 64, 2, 6, 1),), "D15"),
+    Row("half, short, 32 rows", 64, ((32, 64, 2, 5, 2),), "D15"),
     Row("half, few rows", 64, ((32, 96, 2, 4, 2), (32, 96, 2, 2, 2)), "D181"),
     Row("half, few rows, pages", 64, ((32, 64, 2, 5, 2), (32, 64, 2, 2, 2)), "D156"),
     Row("half, few rows", 128, ((32, 32, 2, 4, 2), (32, 32, 2, 2, 2)), "D181"),

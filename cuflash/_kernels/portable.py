@@ -30,6 +30,7 @@ TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
 
 
 ROWS_OF_TWO_WARPS = 32  # and of queries, one of each head of a group
+_SHORT, _SHORT_COLUMNS = 64, 64
 
 
 class Held(NamedTuple):
@@ -71,6 +72,24 @@ def padded(head_dim: int) -> int:
 def precision_of(problem: Problem) -> Precision:
     """TF32 is a permission that only float32 can take."""
     return "tf32" if problem.precision == "tf32" and problem.dtype == np.float32 else "ieee"
+
+
+def is_short(problem: Problem) -> bool:
+    """Whether one small tile holds the queries of an entry, one its keys, and a score is plain.
+
+    (D15) Beside other options registers do not last for so many blocks of threads on an SM.
+    """
+    options = (
+        problem.cu_seqlens_q, problem.window_left, problem.q_lengths, problem.kv_lengths,
+        problem.sink, problem.pages, problem.offset,
+    )  # fmt: skip
+    return (
+        max(problem.seqlen_q, problem.seqlen_k) <= _SHORT
+        and max(problem.head_dim, problem.head_dim_v) <= _SHORT_COLUMNS
+        and problem.dtype in HALVES
+        and not needs_score_math(problem)
+        and all(option is None for option in options)
+    )
 
 
 def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
@@ -118,6 +137,8 @@ def candidates(
         and problem.cu_seqlens_q is None
         and (in_pages or own.get("split_keys", False)),
         "pages": in_pages,
+        "short": request.capability == 90 and is_short(problem),
+        "32 rows": problem.seqlen_q <= ROWS_OF_TWO_WARPS,
     }
     tiles = tile_of(rows, holding, max(own["head_dim"], own["head_dim_v"]))
     names = kernel.tunables or TUNABLES

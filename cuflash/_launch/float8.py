@@ -126,12 +126,13 @@ def rounded_in_two_passes(
         filled["signs"][: -(-d // 32)] = np.packbits(signs < 0, bitorder="little").view(np.uint32)
     filled["rows"], filled["rows_of_block"], filled["blocks"] = m, rows, blocks
     names = ("x", "largest", "scale", "out")
-    own = {"dtype": x.dtype.name, "out_dtype": dtype.name, "head_dim": d}
+    block_m = quantize.block_rows(d, rows)
+    own = {"dtype": x.dtype.name, "out_dtype": dtype.name, "head_dim": d, "block_m": block_m}
     for writes in (False, True):
         config = quantize.QuantizeConfig(**own, rotates=signs is not None, writes=writes)
         launcher = KernelLauncher(
             kernel=compile_kernel(config, device),
-            grid=count * -(-rows // quantize.ROWS),
+            grid=count * -(-rows // block_m),
             names=names,
             params=filled.tobytes()[8 * len(names) :],
         )

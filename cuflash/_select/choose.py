@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash._errors import NoKernel, problem_with
-from cuflash._kernels import fused_backward, split_keys, split_queries
+from cuflash._kernels import fused_backward, split_keys, split_queries, wgmma
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.backward_delta import DeltaConfig
@@ -208,6 +208,8 @@ def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ker
         if joins and not kernel.joins_results:
             continue
         if splits and not split_keys.suits(kernel, request):
+            continue
+        if override is None and kernel.for_sm90 and wgmma.leaves_tiles_empty(request.problem):
             continue
         if kernel.eligible(request) or (request.problem.pages and not kernel.reads_pages):
             continue
