@@ -49,6 +49,8 @@ OF_QUERIES: list[tuple[tuple[int, int], dict[str, Any]]] = [
     ((192, 128), {**CAUSAL, "mask": True, "alibi_slopes": np.float32, "bias": np.float64,
                   "dropout": 0.25, "formulas": FORMULAS}),
     ((192, 128), {**OFFSET, "window": (7, None), "segment_ids": np.int64}),
+    ((192, 128), {"segment_ids": np.int64, "softcap": 20.0, "alibi_slopes": np.float32,
+                  "bias": bfloat16, "offset": np.int32}),
 ]  # fmt: skip
 
 

@@ -40,6 +40,7 @@ ROWS = (
     Row("segments, left bound", (192, 128), (128, 64, 2, False)),
     Row("crowded, segments", (64, 64), (128, 64, 3, False)),
     Row("crowded, segments", (128, 128), (128, 64, 3, False)),
+    Row("crowded, segments", (192, 128), (128, 64, 2, False)),
 )
 
 
