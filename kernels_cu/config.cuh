@@ -132,8 +132,9 @@ struct Defaults {
   static constexpr bool grad_k = true;
   static constexpr bool grad_v = true;
   static constexpr bool grad_lse = false;
-  static constexpr bool rotates = false;  // is x multiplied by a random rotation?
-  static constexpr bool writes = false;   // does this pass quantise, after the first found scales?
+  static constexpr bool grad_bias = false;  // is it that of one pair each, written with the others?
+  static constexpr bool rotates = false;    // is x multiplied by a random rotation?
+  static constexpr bool writes = false;  // does this pass quantise, after the first found scales?
   static constexpr SumsTo sums_to = SumsTo::pairs;
   static constexpr GradOf grad_of = GradOf::bias;
   static constexpr bool holds_bias = false;         // does each lane keep the bias of its pairs?

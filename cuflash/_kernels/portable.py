@@ -12,7 +12,7 @@ of the keys follow from the shapes of arrays (``split_keys.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,7 +20,12 @@ import numpy as np
 from cuflash._errors import not_yet
 from cuflash._kernels.config import HEAD_DIMS, RESERVED_SMEM, KernelConfig, Precision
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import Floats, needs_score_math, score_config
+from cuflash._kernels.score_config import (
+    Floats,
+    needs_score_math,
+    register_pressure,
+    score_config,
+)
 from cuflash._kernels.tables import Row, tile_of
 from cuflash._problem.problem import HALVES, Problem
 
@@ -29,6 +34,8 @@ AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
 
 
+#: Padded head size up to which registers hold a bias beside the gradients of float32. (D161)
+WIDEST_HELD = 16
 ROWS_OF_TWO_WARPS = 32  # and of queries, one of each head of a group
 _SHORT, _SHORT_COLUMNS = 64, 64
 
@@ -92,6 +99,21 @@ def is_short(problem: Problem) -> bool:
     )
 
 
+def can_hold_bias(problem: Problem) -> bool:
+    """Whether a formula does not ask for the bias, and it is no wider than scores."""
+    asked = problem.formulas is not None and problem.formulas.score_mod
+    return problem.bias is not None and problem.bias.dtype.itemsize <= 4 and not asked
+
+
+def holds_bias(request: Request, own: Mapping[str, Any]) -> bool:
+    """Whether each lane of a gradient of float32 holds the bias of its pairs: alone and narrow."""
+    problem = request.problem
+    narrow = max(own["head_dim"], own["head_dim_v"]) <= WIDEST_HELD
+    of_float32 = (own["dtype"], own["precision"], own["simt"]) == ("float32", "ieee", False)
+    alone = problem.segment_ids_q is None and not register_pressure(problem)
+    return narrow and of_float32 and alone and can_hold_bias(problem)
+
+
 def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
     """Fields that follow from the problem: of operands, products and the score."""
     problem = request.problem
@@ -139,6 +161,7 @@ def candidates(
         "pages": in_pages,
         "short": request.capability == 90 and is_short(problem),
         "32 rows": problem.seqlen_q <= ROWS_OF_TWO_WARPS,
+        "held bias": own.get("holds_bias", False),
     }
     tiles = tile_of(rows, holding, max(own["head_dim"], own["head_dim_v"]))
     names = kernel.tunables or TUNABLES
@@ -247,6 +270,12 @@ def kv_fields(problem: Problem, names: str) -> dict[str, bool]:
         "grad_k": "k" in names,
         "grad_v": "v" in names,
     }
+
+
+class HeldBias(NamedTuple):
+    """Kernels of gradients that may read a bias ahead of the pairs that it is added to."""
+
+    holds_bias: bool = False  # does each lane hold the bias of its pairs of a block?
 
 
 class Partners(NamedTuple):

@@ -79,6 +79,8 @@ def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
         layouts = {**layouts, "sums": own}
     elif config.computes in ("dqkv", "convert"):
         layouts = {**layouts, "sums": dq_sums_layout(problem, config)}
+        if config.grad_bias:
+            layouts["dbias"] = layouts[sums_of("bias")]
     absent = Layout(1, (0,) * len(problem.batch))
     names = kernel_params.pointer_names(kernel_params.STRUCTS[config.params])
     operands = {name: layouts.get(name, absent) for name in names}
@@ -204,6 +206,8 @@ def _operand_of(step: LaunchStep, pointer: str) -> str:
     """Which operand a pointer of a kernel is given."""
     if pointer == "sums" and step.sums is not None:
         return sums_of(step.gradient)
+    if pointer == "dbias" and getattr(step.config, "grad_bias", False):
+        return sums_of("bias")
     adds_parts = step.config.computes == "parts"
     if (adds_parts and pointer == "sums") or (
         getattr(step.config, "split_queries", False) and pointer == "dk"

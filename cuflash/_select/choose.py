@@ -141,19 +141,24 @@ def _backward(
     out_dtype = wanted.out_dtype or problem.dtype
     delta = DeltaConfig.of(problem, out_dtype, out_bytes, grad_lse=wanted.grad_lse)
     steps = [LaunchStep(delta)]
-    fused = _fused(call, names, override)
+    sums = {
+        name: score_sums(problem, name, wanted.shapes[name], request.num_sms)
+        for name in SUMMED if name in names
+    }  # fmt: skip
+    fused: Any = _fused(call, names, override)
     if fused is not None:
+        if "bias" in sums and sums["bias"].is_of_single_pairs(problem) and fused.can_write_bias:
+            fused = fused.replace(grad_bias=True)
+            del sums["bias"]
         steps += _in_one_pass(fused, request)
     else:
         if request.keys:
             steps += map(LaunchStep, _chosen("dkv", call, override.kv))
         if "q" in names:
             steps += map(LaunchStep, _chosen("dq", call, override.q))
-    for name in SUMMED:
-        if name in names:
-            sums = score_sums(problem, name, wanted.shapes[name], request.num_sms)
-            config = BackwardScoreConfig.of(request, name, sums.sums_to, sums.dtype)
-            steps.append(LaunchStep(config, name, sums))
+    for name, own in sums.items():
+        config = BackwardScoreConfig.of(request, name, own.sums_to, own.dtype)
+        steps.append(LaunchStep(config, name, own))
     return steps
 
 
