@@ -17,8 +17,8 @@
 //
 // Each loads half of the columns of q and dout for both. What a tile adds to the sums
 // (sm90/dq_accum.cuh), and in which order tiles do, is as in backward_sm90.cu; each half of the
-// columns has turns of its own. Without an order the tile of the first keys still stores, and the
-// others add as they come once it has: sums need no zeros before.
+// columns has turns of its own (sm90/pair_writer.cuh). Without an order the tile of the first keys
+// still stores, and the others add as they come once it has: sums need no zeros before.
 //
 //   barrier      arrivals a phase   what the end of a phase says
 //   keys_full    32 + bytes         k and v are there, and those columns of the other's k
@@ -29,39 +29,15 @@
 //   ds_full      4 (warps)          ds of the own keys is there
 //   other_full   1 + bytes          that of the other's
 //   ds_empty     3                  all have multiplied with ds of the own keys: stage the next
-//   turn_come    1                  it is this tile's turn to add
-//   dq_added     4 (warps)          it has added: pass the turn on
+//   dq.full      4 (warps)          what a block adds to dq is staged: a writer may add it
+//   dq.empty     1                  it was read: stage the next
+//   dq.come      1                  where nothing is staged: it is this tile's turn to add
+//   dq.taken     4 (warps)          it has added: pass the turn on
 #include "ptx/stmatrix.cuh"
-#include "sm90/dq_accum.cuh"
-#include "sm90/dq_semaphore.cuh"
 #include "sm90/pair_producer.cuh"
+#include "sm90/pair_writer.cuh"
 
 namespace cuflash {
-
-// ----------------------------------------------------------------------------- the warp of turns
-// Whoever adds has something else to do than to wait until it may, or until others may see it.
-struct TurnKeeper {
-  const BackwardSm90Params& params;
-  SharedMemory& smem;
-
-  CUFLASH_DEVICE void run(const Work& work) {
-    Ring<1> ring;
-    walk_blocks(
-        params, work,
-        [&](const Score& score, int index, int block, bool) {
-          const DqSemaphore turns(params, work.keys, index, work.sum(params), 2);
-          const int place = 2 * block + ptx::cluster_rank();
-          const int turn = work.turn(params, score, block);
-          if (Config::deterministic || turn != 0)
-            turns.await(place, Config::deterministic ? turn : 1);
-          arrive_if(smem.turn_come, true);
-          wait(smem.dq_added, ring.full_parity());
-          if (Config::deterministic || turn == 0) turns.pass_on(place, turn);
-          ring.advance();
-        },
-        [] {});
-  }
-};
 
 // ------------------------------------------------------------------------------- the warpgroups
 // A warp's 16 rows of dk or dv; returns those that are non-finite, as bits.
@@ -258,9 +234,7 @@ struct QueryGradient {
         params, work,
         [&](const Score& score, int index, int block, bool) {
           multiply();
-          const bool is_first = work.turn(params, score, block) == 0;
-          const DqAccum sums(params, work.keys.entry(params, index), work.sum(params));
-          add(sums, block, is_first);
+          pass_on(smem.dq, {params, work, score, index, block});
           ring.advance();
         },
         [] {});
@@ -293,31 +267,40 @@ struct QueryGradient {
     }
   }
 
-  // The own columns, to the sums of a block.
-  CUFLASH_DEVICE void add(const DqAccum& sums, int block, bool is_first) {
-    wait(smem.turn_come, ring.full_parity());
-    const int slice = warp_index() % 4;
-    if (warp_agrees(slice < sums.slices(block, 0))) {
-#pragma unroll
-      for (int i = 0; i < whole_panels; ++i) {
-        put(sums.slice<8>(block, first_whole_panel() + i, slice),
-            reinterpret_cast<const float (&)[8][4]>(whole_acc[0][8 * i]), is_first);
-      }
-      if constexpr (shares_middle) {
-        auto& half = sums.slice<8>(block, whole_panels, slice).value[4 * ptx::cluster_rank()];
-        put(reinterpret_cast<DqSlice<4>&>(half), middle_acc[0], is_first);
-      }
-    }
-    arrive_as_warp(smem.dq_added);
+  CUFLASH_DEVICE const auto& whole_panel(int i) const {
+    return reinterpret_cast<const float (&)[8][4]>(whole_acc[0][8 * i]);
   }
 
-  template <int tiles>
-  CUFLASH_DEVICE static void put(DqSlice<tiles>& to, const float (&acc)[tiles][4], bool is_first) {
-    if (warp_agrees(is_first)) {
-      to.write(acc, lane_index());
-    } else {
-      to.template add<pause_between_additions>(acc, lane_index());
+  // The own columns, for a writer.
+  CUFLASH_DEVICE void pass_on(StagedDq& dq, const Addition&) const {
+    const Ring<writers> writer{ring.uses}, before{ring.uses - 1};
+    wait(dq.empty[before.stage()], before.full_parity());
+    const int slice = warp_index() % 4;
+#pragma unroll
+    for (int i = 0; i < whole_panels; ++i) {
+      dq.whole(i, slice).write(whole_panel(i), lane_index());
     }
+    if constexpr (shares_middle) dq.middle(slice).write(middle_acc[0], lane_index());
+    ptx::fence_async_proxy();
+    arrive_as_warp(dq.full[writer.stage()]);
+  }
+
+  // The own columns, to the sums of a block.
+  CUFLASH_DEVICE void pass_on(TurnToAdd& dq, const Addition& own) const {
+    wait(dq.come, ring.full_parity());
+    const int slice = warp_index() % 4;
+    if (warp_agrees(slice < own.slices())) {
+#pragma unroll
+      for (int i = 0; i < whole_panels; ++i) {
+        DqSlice<8>& to = own.sums.slice<8>(own.block, first_whole_panel() + i, slice);
+        if (warp_agrees(own.turn == 0)) {
+          to.write(whole_panel(i), lane_index());
+        } else {
+          to.add<pause_between_additions>(whole_panel(i), lane_index());
+        }
+      }
+    }
+    arrive_as_warp(dq.taken);
   }
 };
 
@@ -340,10 +323,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
   const Work work = Work::at(params, tile);
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   // Registers of a thread; their sum over all warpgroups is what the block was given at its start.
+  constexpr int first_registers = stages_dq ? 32 : 24, query_registers = 128 - first_registers;
   if (warp < 4) {
-    ptx::setmaxnreg_dec<24>();
+    ptx::setmaxnreg_dec<first_registers>();
     if (warp == 0) Producer{params, smem}.run(work);
-    if (warp == 1 && lane_index() == 0) TurnKeeper{params, smem}.run(work);
+    if (warp != 0 && lane_index() == 0) wait_for_turns(params, work, warp, smem.dq);
   } else if (warp < 8) {
     ptx::setmaxnreg_inc<224>();
     ScoreOwner{params, smem, 0}.run(work);
@@ -351,7 +335,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
     ptx::setmaxnreg_inc<160>();
     KeyGradient{params, smem}.run(work);
   } else {
-    ptx::setmaxnreg_dec<104>();
+    ptx::setmaxnreg_dec<query_registers>();
     QueryGradient{params, smem}.run(work);
   }
   ptx::cluster_sync();  // neither reaches into shared memory of a thread block that has ended

@@ -42,12 +42,11 @@
 #include "sm90/bias_tiles.cuh"
 #include "sm90/dq_accum.cuh"
 #include "sm90/dkv_parts.cuh"
-#include "sm90/dq_semaphore.cuh"
 #include "sm90/dkv_warpgroup.cuh"
+#include "sm90/dq_writer.cuh"
 
 namespace cuflash {
 
-constexpr int writers = 2;                                    // warps
 constexpr int tile_readers = 4 * consumers + 4 + loads_bias;  // warps
 
 // What a tile adds to a block of queries.
@@ -151,32 +150,15 @@ struct Writer {
 
  private:
   CUFLASH_DEVICE void write(const Addition& own, uint32_t parity) const {
+    add_in_turn(own.turns, own.block, own.turn, smem.dq_empty[writer], [&] {
 #pragma unroll 1
-    for (int part = 0; part < DqAccum::parts; ++part) {
-      wait(smem.dq_full[writer][part], parity);
-      if (part == 0 && (Config::deterministic || own.turn > 0)) {
-        own.turns.await(own.block, Config::deterministic ? own.turn : 1);
-        ptx::fence_async_proxy_global();
+      for (int part = 0; part < DqAccum::parts; ++part) {
+        wait(smem.dq_full[writer][part], parity);
+        const int bytes = 512 * DqAccum::tiles(part) * own.sums.slices(own.block, part);
+        start_adding(own.sums.part(own.block, part), &smem.dq[DqAccum::begin(part)], bytes,
+                     own.turn == 0);
       }
-      const int bytes = 512 * DqAccum::tiles(part) * own.sums.slices(own.block, part);
-      if (bytes != 0) {
-        const uint32_t from = ptx::shared_address(&smem.dq[DqAccum::begin(part)]);
-        float* const to = own.sums.part(own.block, part);
-        if (own.turn == 0) {
-          ptx::bulk_store(to, from, bytes);
-        } else {
-          ptx::bulk_add(to, from, bytes);
-        }
-      }
-      ptx::tma_store_commit();
-    }
-    ptx::tma_store_wait_read();
-    arrive_if(smem.dq_empty[writer], true);
-    if (Config::deterministic || own.turn == 0) {
-      ptx::tma_store_wait();
-      ptx::fence_async_proxy_global();
-      own.turns.pass_on(own.block, own.turn);
-    }
+    });
   }
 };
 

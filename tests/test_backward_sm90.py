@@ -399,7 +399,7 @@ def test_the_same_bits_of_packed_sequences_beside_a_busy_stream(head_dims):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.not_rehearsed
 def test_two_streams_share_the_processors(head_dim, deterministic):
     """Tiles wait for tiles drawn before: two calls that share the processors both come through."""

@@ -20,6 +20,10 @@ class BackwardPairConfig(fused_backward.AllGradientsConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of every kernel that owns keys, half of the partner's keys, ds of both."""
+        """Tiles of every kernel that owns keys, half of the partner's keys, ds of both.
+
+        And half of the columns of a block of dq, in float32, where there is room.
+        """
         shared = wgmma.panel_bytes(self, self.block_n, self.head_dim // 2, 64, 64)
-        return wgmma.key_owner_bytes(self) + shared + 1024
+        staged = 2 * int(self.block_m * self.head_dim) if self.head_dim < 256 else 0
+        return wgmma.key_owner_bytes(self) + shared + staged + 1024

@@ -6,6 +6,7 @@
 #include "ptx/cluster.cuh"
 #include "sm90/dkv_parts.cuh"
 #include "sm90/dkv_warpgroup.cuh"
+#include "sm90/dq_writer.cuh"
 
 namespace cuflash {
 
@@ -17,15 +18,48 @@ static_assert(Score::is_plain, "others take registers");
 static_assert(Config::block_m == 64 && Config::block_n == 64, "a warpgroup computes all scores");
 static_assert(Config::head_dim % 64 == 0 && Config::head_dim_v % 64 == 0, "whole panels");
 
+// Does shared memory have room for what a block adds to dq? Else it is added from registers.
+constexpr bool stages_dq = Config::head_dim < 256;
+static_assert(stages_dq || !shares_middle, "registers add whole panels");
+
+// What a block adds to the own columns of dq, as in its sums: whole panels before the middle one.
+struct StagedDq {
+  alignas(128) float sums[64 * Config::head_dim / 2];
+  uint64_t full[writers], empty[writers];
+
+  CUFLASH_DEVICE DqSlice<8>& whole(int panel, int slice) {
+    return reinterpret_cast<DqSlice<8>*>(sums)[4 * panel + slice];
+  }
+  CUFLASH_DEVICE DqSlice<4>& middle(int slice) {
+    return reinterpret_cast<DqSlice<4>*>(sums)[8 * whole_panels + slice];
+  }
+  CUFLASH_DEVICE void init_barriers() {
+    for (int i = 0; i < writers; ++i) {
+      init(full[i], 4);
+      init(empty[i], 1);
+    }
+  }
+};
+
+// Where registers hold it: whose turn it is to add.
+struct TurnToAdd {
+  uint64_t come, taken;
+
+  CUFLASH_DEVICE void init_barriers() {
+    init(come, 1);
+    init(taken, 4);
+  }
+};
+
 struct SharedMemory : DkvSharedMemory {
   using DsTile = PanelTile<64, 64>;  // ds^T: rows are keys
   using OtherKTile = PanelTile<64, Config::head_dim / 2>;
 
   OtherKTile other_k;  // the keys of the other thread block, the columns of dq that are ours
   DsTile ds, other_ds;
+  If<stages_dq, StagedDq, TurnToAdd> dq;
   uint64_t rows_raw[Config::num_stages];
   uint64_t ds_full, other_full, ds_empty;
-  uint64_t turn_come, dq_added;
   uint32_t broken[4];  // rows of dk that came out non-finite, of each warp, as bits
   int tile;            // of the first thread block: what both compute
 };
@@ -42,8 +76,7 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   init(smem.ds_full, 4);
   init(smem.other_full, 1);
   init(smem.ds_empty, 3);
-  init(smem.turn_come, 1);
-  init(smem.dq_added, 4);
+  smem.dq.init_barriers();
   ptx::fence_mbarrier_init();
 }
 

@@ -1,0 +1,102 @@
+// The warps of backward_pair_sm90.cu that wait until it is a tile's turn to add to dq, and until
+// all can see what was added: who multiplies has something else to do.
+#pragma once
+
+#include "sm90/dq_writer.cuh"
+#include "sm90/pair.cuh"
+
+namespace cuflash {
+
+// What the tile adds to a block of queries of its owner's `index`-th entry.
+struct Addition {
+  DqAccum sums;
+  DqSemaphore turns;
+  int block;
+  int turn;
+
+  CUFLASH_DEVICE Addition(const BackwardSm90Params& params, const Work& work, const Score& score,
+                          int index, int block)
+      : sums(params, work.keys.entry(params, index), work.sum(params)),
+        turns(params, work.keys, index, work.sum(params), 2),
+        block(block),
+        turn(work.turn(params, score, block)) {}
+
+  CUFLASH_DEVICE int slices() const { return sums.slices(block, 0); }
+  CUFLASH_DEVICE int place() const { return 2 * block + ptx::cluster_rank(); }  // of its turn
+};
+
+// Adds what is staged. Of all blocks, writer w has number w and every second one from there.
+struct Writer {
+  const BackwardSm90Params& params;
+  StagedDq& dq;
+  const uint32_t writer;
+
+  CUFLASH_DEVICE void run(const Work& work) const {
+    Ring<writers> ring;
+    walk_blocks(
+        params, work,
+        [&](const Score& score, int index, int block, bool) {
+          if (ring.stage() == writer) {
+            write({params, work, score, index, block}, ring.full_parity());
+          }
+          ring.advance();
+        },
+        [] {});
+    ptx::tma_store_wait();  // shared memory may end
+  }
+
+ private:
+  CUFLASH_DEVICE void write(const Addition& own, uint32_t parity) const {
+    wait(dq.full[writer], parity);
+    add_in_turn(own.turns, own.place(), own.turn, dq.empty[writer], [&] {
+      const int slices = own.slices();
+      const bool is_first = own.turn == 0;
+#pragma unroll
+      for (int i = 0; i < whole_panels; ++i) {
+        start_adding(own.sums.part(own.block, first_whole_panel() + i), dq.whole(i, 0).value[0][0],
+                     slices * DqSlice<8>::bytes, is_first);
+      }
+#pragma unroll 1
+      for (int slice = 0; slice < (shares_middle ? slices : 0); ++slice) {
+        auto& half =
+            own.sums.slice<8>(own.block, whole_panels, slice).value[4 * ptx::cluster_rank()];
+        start_adding(half[0], dq.middle(slice).value[0][0], DqSlice<4>::bytes, is_first);
+      }
+    });
+  }
+};
+
+// Tells who adds from registers whose turn it is.
+struct TurnKeeper {
+  const BackwardSm90Params& params;
+  TurnToAdd& dq;
+
+  CUFLASH_DEVICE void run(const Work& work) const {
+    Ring<1> ring;
+    walk_blocks(
+        params, work,
+        [&](const Score& score, int index, int block, bool) {
+          const Addition own(params, work, score, index, block);
+          if (Config::deterministic || own.turn > 0) {
+            own.turns.await(own.place(), Config::deterministic ? own.turn : 1);
+          }
+          arrive_if(dq.come, true);
+          wait(dq.taken, ring.full_parity());
+          if (Config::deterministic || own.turn == 0) own.turns.pass_on(own.place(), own.turn);
+          ring.advance();
+        },
+        [] {});
+  }
+};
+
+// Warps of the first warpgroup that do not load, a thread of each.
+CUFLASH_DEVICE void wait_for_turns(const BackwardSm90Params& params, const Work& work, int warp,
+                                   StagedDq& dq) {
+  if (warp == 1 || warp == 2) Writer{params, dq, warp - 1u}.run(work);
+}
+CUFLASH_DEVICE void wait_for_turns(const BackwardSm90Params& params, const Work& work, int warp,
+                                   TurnToAdd& dq) {
+  if (warp == 1) TurnKeeper{params, dq}.run(work);
+}
+
+}  // namespace cuflash
