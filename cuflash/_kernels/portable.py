@@ -118,6 +118,7 @@ def candidates(
         and problem.cu_seqlens_q is None
         and (in_pages or own.get("split_keys", False)),
         "pages": in_pages,
+        "clusters": own.get("clusters", False),
     }
     tiles = tile_of(rows, holding, max(own["head_dim"], own["head_dim_v"]))
     names = kernel.tunables or TUNABLES
@@ -195,6 +196,7 @@ class Forward(NamedTuple):
     num_stages: int = 2  # buffers of k and of v
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
     overlaps: bool = False  # does the kernel that combines them start meanwhile?
+    clusters: bool = False  # or are these blocks a cluster, which combines them?
     paged: bool = False  # do keys and values lie in pages, which a table puts in order?
 
 

@@ -1,6 +1,7 @@
 """Into how many parts are the keys of a forward split? By array shapes and the device alone.
 
-One thread block computes each part of each tile, and ``forward_combine.cu`` makes the parts one.
+One thread block computes each part of each tile, and ``forward_combine.cu`` makes the parts one; a
+few that are a cluster do so by themselves.
 The parts are whole blocks of keys at places that follow from the arrays' extents, so that neither
 lengths on a device nor what else runs there changes the bits of a row; of a packed sequence, from
 its own length too.
@@ -11,11 +12,13 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from cuflash._kernels import portable
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._problem.problem import Problem
 
 FEW_ROWS = 64  # of a tile of one query each of a few heads
+MOST_CLUSTER_PARTS = 8  # thread blocks of a cluster that every device with clusters can run at once
 
 
 class Bounds(NamedTuple):
@@ -23,6 +26,8 @@ class Bounds(NamedTuple):
 
     fewest: int  # that are worth a second kernel
     fewest_in_pages: int  # of a tile of few rows
+    fewest_in_clusters: int  # of the same
+    most_in_clusters: int
     of_a_row: int  # that are worth it for each query
     least: int  # of a part
     short_parts: int  # of few rows: so many parts may be shorter,
@@ -33,7 +38,7 @@ class Bounds(NamedTuple):
 
 
 #: From `fewest` keys on those in order have the parts, and so the bits, of those in pages. (D196)
-BOUNDS = Bounds(2048, 512, 8, 256, 16, 64, 4096, 256, 32)
+BOUNDS = Bounds(2048, 512, 512, 2048, 8, 256, 16, 64, 4096, 256, 32)
 
 
 def wanted(request: Request) -> bool:
@@ -43,12 +48,30 @@ def wanted(request: Request) -> bool:
         return False
     in_pages = problem.pages is not None and few(problem)
     fewest = bounds.fewest_in_pages if in_pages else bounds.fewest
+    if in_clusters(request):
+        fewest = bounds.fewest_in_clusters
     if problem.seqlen_k < max(fewest, bounds.of_a_row * problem.seqlen_q):
         return False
     if problem.cu_seqlens_q is not None:
         return _is_ragged(problem)
     tiles = math.prod(problem.batch) * -(-problem.seqlen_q // (FEW_ROWS if few(problem) else 128))
     return bool(2 * tiles <= request.num_sms or _is_ragged(problem))
+
+
+def in_clusters(request: Request) -> bool:
+    """Whether the thread blocks of a tile of few rows are a cluster, which combines its parts."""
+    problem = request.problem
+    if request.capability < 90 or not request.tensor_maps or request.simt:
+        return False
+    columns = portable.padded(problem.head_dim_v)
+    received = FEW_ROWS * columns * problem.lse_dtype.itemsize
+    return bool(
+        few(problem)
+        and problem.cu_seqlens_q is None
+        and problem.seqlen_k <= BOUNDS.most_in_clusters
+        and columns <= portable.held(request).out_general
+        and 3 * received <= request.smem_limit
+    )
 
 
 def suits(kernel: type[KernelConfig], request: Request) -> bool:
@@ -67,6 +90,8 @@ def few(problem: Problem) -> bool:
 
 def fields(request: Request) -> dict[str, Any]:
     """Fields of a kernel for parts of keys, of which out is as exact as lse."""
+    if in_clusters(request):
+        return {"split_keys": True, "clusters": True}
     exact = {"split_keys": True, "out_dtype": request.problem.lse_dtype.name}
     return exact | {"overlaps": request.capability >= 90}
 
@@ -91,6 +116,8 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     parts = config.blocks_per_sm * num_sms // max(tiles, 1)
     if _is_ragged(problem):
         parts = max(parts, -(-problem.seqlen_k // bounds.most_of_ragged))
+    if not config.leaves_parts:
+        most = min(most, MOST_CLUSTER_PARTS)
     parts = max(1, min(parts, most, bounds.most_parts))
     return int(-(-blocks // -(-blocks // parts)))
 
