@@ -27,7 +27,9 @@ KERNELS = {
     "forward_sm80, 64 rows": (np.float16, 40, 2100, 64),
     "forward_sm80, 256": (np.float16, 9, 2300, 256),
     "forward_sm80, cluster": (np.float16, 3, 700, 64),
-    "forward_sm80, cluster of 64 rows": (np.float16, 40, 2048, 96),
+    "forward_sm80, cluster of 64 rows": (np.float16, 40, 2048, 64),
+    "forward_sm80, cluster of 96 rows": (np.float16, 77, 4096, 64),
+    "forward_sm80, cluster, 128": (np.float16, 2, 1000, 128),
     "forward_sm80, cluster, 256": (np.float16, 1, 600, 256),
     "forward_sm80, cluster, float32": (np.float32, 5, 512, 64),
     "forward_sm80, cluster, float64": (np.float64, 2, 1000, 64),
@@ -43,6 +45,14 @@ REFUSED = {
     "forward_tf32_sm90": {"the rest"},
     "forward_tf32_sm90, 128": {"bias", "mask", "segments", "the rest"},
 }
+
+
+#: And that a cluster of so many rows does not take: Hopper's kernel does, and one that combines.
+WITHOUT_CLUSTERS = {
+    "forward_sm80, cluster of 96 rows": {
+        "sink", "a sink alone", "bias", "mask", "segments", "the rest",
+    }
+}  # fmt: skip
 
 
 def options_of(rows: int, keys: int) -> dict[str, dict[str, Any]]:
@@ -75,13 +85,16 @@ def call_of(kernel: str, options: dict[str, Any]) -> Call:
     """Arrays for kernels of Hopper begin at multiples of 16 bytes, as its copy engine demands."""
     dtype, rows, keys, d = KERNELS[kernel]
     shapes = (2, 2, rows, d), (2, 2, keys, d), (2, 2, keys, d)
-    lead = memory.ALIGNED if "sm90" in kernel else memory.BAND
+    for_sm90 = "sm90" in kernel or kernel in WITHOUT_CLUSTERS
+    lead = memory.ALIGNED if for_sm90 else memory.BAND
     return make_call("normal", 1, np.dtype(dtype), *shapes, options=options, wrt=(), lead=lead)
 
 
 def on_hopper(kernel: str, name: str) -> tuple[str, bool, bool]:
     """Which kernel computes a case on a Hopper, that it splits the keys, whether in clusters."""
     refused = name in REFUSED.get(kernel, ())
+    if name in WITHOUT_CLUSTERS.get(kernel, ()):
+        return "forward_sm90", True, False
     return "forward_sm80" if refused else kernel.split(",")[0], True, "cluster" in kernel
 
 

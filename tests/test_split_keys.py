@@ -346,9 +346,11 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
     assert parts((1, 8), 1, 8192) == 29  # three, which are 256 keys at least
     assert parts((1, 8), 1, 511, capability=90) == 0
     assert parts((1, 8), 1, 512, capability=90) == 8  # a cluster, one block of 64 keys each
-    assert parts((1, 8), 64, 512, capability=90) == 6  # of 96, by another tile
+    assert parts((1, 8), 64, 512, capability=90) == 8
     assert parts((1, 8), 1, 2048, capability=90) == 8
-    assert parts((8, 8), 1, 512, capability=90) == 8
+    assert parts((2, 8), 1, 512, capability=90) == 8
+    assert parts((3, 8), 1, 512, capability=90) == 0  # tiles enough
+    assert parts((1, 8), 77, 4096, capability=90) == 8
     assert parts((1, 8), 1, 2049, capability=90) == 11  # by two kernels
     assert parts((1, 8), 1, 2047, capability=90, d=256) == 0  # columns are dealt out
     assert parts((1, 8), 1, 496, page_size=16) == 0

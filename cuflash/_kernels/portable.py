@@ -30,6 +30,7 @@ TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
 
 
 ROWS_OF_TWO_WARPS = 32  # and of queries, one of each head of a group
+ROWS_OF_FOUR_WARPS = 64
 
 
 class Held(NamedTuple):
@@ -119,6 +120,7 @@ def candidates(
         and (in_pages or own.get("split_keys", False)),
         "pages": in_pages,
         "clusters": own.get("clusters", False),
+        "six warps": problem.seqlen_q > ROWS_OF_FOUR_WARPS,
     }
     tiles = tile_of(rows, holding, max(own["head_dim"], own["head_dim_v"]))
     names = kernel.tunables or TUNABLES

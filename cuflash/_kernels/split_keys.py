@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from cuflash._kernels import portable
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.request import Request
-from cuflash._problem.problem import Problem
+from cuflash._kernels.score_config import needs_score_math, scale_in_exponent
+from cuflash._problem.problem import HALVES, Problem
 
-FEW_ROWS = 64  # of a tile of one query each of a few heads
+FEW_ROWS = portable.ROWS_OF_FOUR_WARPS  # of a tile of one query each of a few heads
 MOST_CLUSTER_PARTS = 8  # thread blocks of a cluster that every device with clusters can run at once
 
 
@@ -26,8 +27,6 @@ class Bounds(NamedTuple):
 
     fewest: int  # that are worth a second kernel
     fewest_in_pages: int  # of a tile of few rows
-    fewest_in_clusters: int  # of the same
-    most_in_clusters: int
     of_a_row: int  # that are worth it for each query
     least: int  # of a part
     short_parts: int  # of few rows: so many parts may be shorter,
@@ -38,7 +37,19 @@ class Bounds(NamedTuple):
 
 
 #: From `fewest` keys on those in order have the parts, and so the bits, of those in pages. (D196)
-BOUNDS = Bounds(2048, 512, 512, 2048, 8, 256, 16, 64, 4096, 256, 32)
+BOUNDS = Bounds(2048, 512, 8, 256, 16, 64, 4096, 256, 32)
+
+
+class InClusters(NamedTuple):
+    """Which keys are split among a cluster, for so many rows."""
+
+    rows: int  # at most
+    fewest: int
+    most: int
+
+
+#: The second at head size 64 in 16 bits, without options of scores and sink. (D196)
+IN_CLUSTERS = (InClusters(FEW_ROWS, 512, 2048), InClusters(96, 2048, 4096))
 
 
 def wanted(request: Request) -> bool:
@@ -46,10 +57,10 @@ def wanted(request: Request) -> bool:
     problem, bounds = request.problem, BOUNDS
     if problem.joins or not request.num_sms:
         return False
+    if in_clusters(request):
+        return True
     in_pages = problem.pages is not None and few(problem)
     fewest = bounds.fewest_in_pages if in_pages else bounds.fewest
-    if in_clusters(request):
-        fewest = bounds.fewest_in_clusters
     if problem.seqlen_k < max(fewest, bounds.of_a_row * problem.seqlen_q):
         return False
     if problem.cu_seqlens_q is not None:
@@ -59,16 +70,29 @@ def wanted(request: Request) -> bool:
 
 
 def in_clusters(request: Request) -> bool:
-    """Whether the thread blocks of a tile of few rows are a cluster, which combines its parts."""
-    problem = request.problem
+    """Whether the thread blocks of a tile are a cluster, which combines its parts.
+
+    They are where all tiles run at once, a thread block on each SM.
+    """
+    problem, bounds = request.problem, IN_CLUSTERS[not few(request.problem)]
     if request.capability < 90 or not request.tensor_maps or request.simt:
         return False
     columns = portable.padded(problem.head_dim_v)
-    received = FEW_ROWS * columns * problem.lse_dtype.itemsize
+    if bounds.rows > FEW_ROWS and (
+        problem.dtype not in HALVES
+        or max(columns, portable.padded(problem.head_dim)) != 64
+        or needs_score_math(problem)
+        or not scale_in_exponent(problem)
+        or problem.sink is not None
+        or problem.pages is not None
+    ):
+        return False
+    received = bounds.rows * columns * problem.lse_dtype.itemsize
     return bool(
-        few(problem)
+        problem.seqlen_q <= bounds.rows
+        and bounds.fewest <= problem.seqlen_k <= bounds.most
         and problem.cu_seqlens_q is None
-        and problem.seqlen_k <= BOUNDS.most_in_clusters
+        and MOST_CLUSTER_PARTS * math.prod(problem.batch) <= request.num_sms
         and columns <= portable.held(request).out_general
         and 3 * received <= request.smem_limit
     )
@@ -79,7 +103,8 @@ def suits(kernel: type[KernelConfig], request: Request) -> bool:
 
     (D180)
     """
-    return kernel.splits_keys and (kernel.of_few_rows or not few(request.problem))
+    of_few_rows = few(request.problem) or in_clusters(request)
+    return kernel.splits_keys and (kernel.of_few_rows or not of_few_rows)
 
 
 def few(problem: Problem) -> bool:
