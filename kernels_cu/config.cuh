@@ -85,6 +85,8 @@ struct Defaults {
   static constexpr int num_q_stages = 2;  // buffers of q
   // Are the keys of a tile dealt out to several thread blocks, to be combined after them?
   static constexpr bool split_keys = false;
+  // Are these thread blocks a cluster, which combines their results by itself?
+  static constexpr bool clusters = false;
   // Does the kernel that combines start while this one runs, and wait for it by itself?
   static constexpr bool overlaps = false;
   // Is there a result over other keys, so_far and lse, which this one joins?

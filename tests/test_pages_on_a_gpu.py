@@ -62,7 +62,8 @@ def test_pages_have_the_bits_of_keys_in_order(
 ) -> None:  # fmt: skip
     """Where kernel, tile and parts are the same: keys in order are split as those in pages are.
 
-    They are by themselves but for few queries of 512 to 2047 keys, which have parts in pages alone.
+    They are by themselves on devices with clusters; on others few queries of 512 to 2047 keys have
+    parts in pages alone.
     """
     bounds = split_keys.BOUNDS
     monkeypatch.setattr(split_keys, "BOUNDS", bounds._replace(fewest=bounds.fewest_in_pages))

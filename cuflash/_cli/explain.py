@@ -176,7 +176,8 @@ def _why(work: Workload, config: Any, hardware: Hardware, step: LaunchStep) -> s
         return _STEPS[config.kernel]
     problem = work.problem()
     if getattr(config, "split_keys", False):
-        return f"few tiles of many keys: {step.splits} parts of the keys, each of a thread block"
+        parts = f"few tiles of many keys: {step.splits} parts of the keys, each of a thread block"
+        return parts if config.leaves_parts else f"{parts} of a cluster, which combines them"
     shares = []
     if getattr(config, "split_queries", False):
         shares.append(f"{step.splits} parts of the queries, each of a thread block")

@@ -222,6 +222,11 @@ class KernelConfig:
         return self.cluster_blocks * int(getattr(self, self.owned))
 
     @property
+    def leaves_parts(self) -> bool:
+        """Are its results those of parts of the keys, which another kernel combines?"""
+        return bool(self._values.get("split_keys") and not self._values.get("clusters"))
+
+    @property
     def result_columns(self) -> int:
         """Columns of the result, which thread blocks may share; dk and dv are split alike."""
         of_v = self.computes == "out" or (self.computes == "dkv" and not self.grad_k)

@@ -38,6 +38,7 @@ TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
 WIDEST_HELD = 16
 ROWS_OF_TWO_WARPS = 32  # and of queries, one of each head of a group
 _SHORT, _SHORT_COLUMNS = 64, 64
+ROWS_OF_FOUR_WARPS = 64
 
 
 class Held(NamedTuple):
@@ -162,6 +163,8 @@ def candidates(
         "short": request.capability == 90 and is_short(problem),
         "32 rows": problem.seqlen_q <= ROWS_OF_TWO_WARPS,
         "held bias": own.get("holds_bias", False),
+        "clusters": own.get("clusters", False),
+        "six warps": problem.seqlen_q > ROWS_OF_FOUR_WARPS,
     }
     tiles = tile_of(rows, holding, max(own["head_dim"], own["head_dim_v"]))
     names = kernel.tunables or TUNABLES
@@ -239,6 +242,7 @@ class Forward(NamedTuple):
     num_stages: int = 2  # buffers of k and of v
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
     overlaps: bool = False  # does the kernel that combines them start meanwhile?
+    clusters: bool = False  # or are these blocks a cluster, which combines them?
     paged: bool = False  # do keys and values lie in pages, which a table puts in order?
 
 

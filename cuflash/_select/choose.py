@@ -128,6 +128,10 @@ def _forward(call: _Call, override: KernelConfig | None) -> list[LaunchStep]:
         return [LaunchStep(config)]
     problem = call.request.problem
     parts = split_keys.parts_of(problem, config, call.request.num_sms)
+    if not config.leaves_parts and parts == 1:
+        config = config.replace(split_keys=False, clusters=False)
+    if not config.leaves_parts:
+        return [LaunchStep(config, splits=parts)]
     combining = CombineConfig.after(config, problem.out.dtype.name)
     return [LaunchStep(config, splits=parts), LaunchStep(combining, splits=parts)]
 
