@@ -54,7 +54,7 @@ def device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevic
 @pytest.fixture
 def clusters(tmp_path: Any) -> Iterator[HostDevice]:
     """A device whose thread blocks of a tile are clusters."""
-    with host_device(tmp_path, 90, tensor_maps=True) as found:
+    with host_device(tmp_path, 90, multiprocessors=132, tensor_maps=True) as found:
         yield found
 
 
@@ -144,11 +144,11 @@ def test_a_cluster_has_the_bits_of_two_kernels(
         Budget(call).check_forward(*found[0])
 
 
-@pytest.mark.parametrize("rows", [40, full(77)])
+@pytest.mark.parametrize("rows", [40, full(64)])
 def test_rows_are_dealt_out_to_the_blocks_of_a_cluster(
     clusters: HostDevice, splits: Any, rows: int
 ) -> None:
-    """More than there are blocks, in two tiles or one; results in strides of their own."""
+    """More than there are blocks; results in strides of their own."""
     options = {"causal": True, "q_lengths": np.array([rows, rows - 3])}
     shapes = (2, rows, 24), (2, 600, 24), (2, 600, 40)
     call = make_call("normal", 5, np.dtype(np.float16), *shapes, options=options, wrt=())
@@ -158,6 +158,19 @@ def test_rows_are_dealt_out_to_the_blocks_of_a_cluster(
     found = forward(call, cuflash.Options(**options), on_device(out), on_device(lse))
     Budget(call).check_forward(*found)
     assert clusters.launched == ["cuflash_forward_sm80"]
+
+
+@pytest.mark.full
+def test_a_tile_of_96_rows(clusters: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over as few keys as are split here."""
+    few, many = split_keys.IN_CLUSTERS
+    monkeypatch.setattr(split_keys, "IN_CLUSTERS", (few, many._replace(fewest=1024)))
+    shapes = (1, 1, 77, 64), (1, 1, 1024, 64), (1, 1, 1024, 64)
+    given = {"causal": True}
+    call = make_call("normal", 1, np.dtype(np.float16), *shapes, options=given, wrt=())
+    Budget(call).check_forward(*forward(call, cuflash.Options(**given)))
+    assert clusters.launched == ["cuflash_forward_sm80"]
+    assert [config.block_m for config in clusters.configs] == [96]
 
 
 @pytest.mark.parametrize("seen", [{}, {"window": (100, 0)}], ids=["all", "the last"])

@@ -142,13 +142,15 @@ def forget() -> None:
 
 @contextmanager
 def host_device(
-    folder: Path, capability: int = 80, *, tensor_maps: bool = False
+    folder: Path, capability: int = 80, *, multiprocessors: int = 4, tensor_maps: bool = False
 ) -> Iterator[HostDevice]:
     """Let launches run on the host, which stands for a device of a compute capability."""
     device = HostDevice(folder)
     stream = SimpleNamespace(ptr=0, is_capturing=lambda: False)
     limits = hardware.Limits(227 << 10, 228 << 10, 2048)
-    host = hardware.Hardware("host", f"sm_{capability}", 4, limits, 1 << 20, None, tensor_maps)
+    host = hardware.Hardware(
+        "host", f"sm_{capability}", multiprocessors, limits, 1 << 20, None, tensor_maps
+    )
     cuda = SimpleNamespace(get_current_stream=lambda: stream)
     library = SimpleNamespace(
         cuda=cuda,
