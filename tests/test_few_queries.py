@@ -149,11 +149,13 @@ def test_a_cluster_has_the_bits_of_two_kernels(
 
     from cuflash._launch import plan_cache
 
-    options = {"causal": True, "sink": np.array([1.5, -2.0], np.float32)}
-    call = call_of(kernel, options)
-    problem = describe(call.q, call.k, call.v, cuflash.Options(**options))
-    step, *_ = choose(problem, hardware.present())
+    options: dict[str, Any] = {"causal": True}
+    if "96 rows" not in kernel:
+        options["sink"] = cupy.asarray([1.5, -2.0], np.float32)
+    call = call_of(kernel, {})
     q, k, v = map(cupy.asarray, (call.q, call.k, call.v))
+    step, *_ = choose(describe(q, k, v, cuflash.Options(**options)), hardware.present())
+    assert step.config.clusters
 
     def bits() -> tuple[bytes, ...]:
         plan_cache.forget()
