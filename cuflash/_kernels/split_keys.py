@@ -16,6 +16,7 @@ from cuflash._kernels import portable
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import needs_score_math, scale_in_exponent
+from cuflash._problem.float8 import E4M3
 from cuflash._problem.problem import HALVES, Problem
 
 FEW_ROWS = portable.ROWS_OF_FOUR_WARPS  # of a tile of one query each of a few heads
@@ -76,6 +77,8 @@ def in_clusters(request: Request) -> bool:
     """
     problem, bounds = request.problem, IN_CLUSTERS[not few(request.problem)]
     if request.capability < 90 or not request.tensor_maps or request.simt:
+        return False
+    if problem.dtype == E4M3:  # until it is dequantised
         return False
     columns = portable.padded(problem.head_dim_v)
     if bounds.rows > FEW_ROWS and (
