@@ -118,7 +118,7 @@ class ForwardConfig(KernelConfig):
         general = needs_score_math(request.problem) or not own["scale_in_exponent"]
         general = general or request.problem.num_queries is not None
         if split_keys.wanted(request):
-            own |= split_keys.fields(request)
+            own |= split_keys.fields(cls, request)
         if own["paged"] or "split_keys" in own:
             general = general or split_keys.few(request.problem)  # narrower tiles (D181)
         held = portable.held(request)

@@ -204,7 +204,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         fields = wgmma.fields(cls, request, ROWS, _holding(request, stages)) | stages
         # Thread blocks draw the tiles of packed sequences: none has one part of one tile.
         if split_keys.wanted(request) and problem.cu_seqlens_q is None:
-            fields |= split_keys.fields(request)
+            fields |= split_keys.fields(cls, request)
         if problem.pages is not None:
             size, block_n = problem.pages.size, fields["block_n"]
             if size % block_n and block_n % size:

@@ -116,9 +116,9 @@ def few(problem: Problem) -> bool:
     return bool(problem.seqlen_q <= FEW_ROWS * (1 if packed is None else packed.shape[0] - 1))
 
 
-def fields(request: Request) -> dict[str, Any]:
+def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
     """Fields of a kernel for parts of keys, of which out is as exact as lse."""
-    if in_clusters(request):
+    if kernel.of_few_rows and in_clusters(request):
         return {"split_keys": True, "clusters": True}
     exact = {"split_keys": True, "out_dtype": request.problem.lse_dtype.name}
     return exact | {"overlaps": request.capability >= 90}
