@@ -149,7 +149,8 @@ class Ranks:
 
     def compared(self, ours: Callable[[], Any], one: Callable[[], Any]) -> tuple[float, float]:
         """Median seconds of both, in turns."""
-        self.seconds(ours, 1), self.seconds(one, 1)  # they may compile
+        for call in (ours, one):
+            self.seconds(call, 1)  # it may compile
         once = [self.seconds(call, 1) for call in (ours, one)]
         if max(once) > LONG:
             return once[0], once[1]
