@@ -3,7 +3,7 @@
 //
 // A thread block converts one block of queries of backward_sm90.cu, a warp a slice of it. Several
 // sums of it are added in their order. Of a block that sees no key nothing was stored: it is zero.
-#include "simt/recompute_rows.cuh"
+#include "sm90/bias_gradient.cuh"
 #include "sm90/dq_accum.cuh"
 #include "sm90/dq_semaphore.cuh"
 
@@ -66,6 +66,8 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
   __syncthreads();  // a row was written by several warps, and an exact one by one
   const int part = warp_index() / 4;
   const int row = first_row + part % DqAccum::row_parts * 64 + warp_index() % 4 * 16;
-  for_each_bit(broken,
-               [&](int bit) { recompute_dq(params, tile.owner, place.sequence, row + bit); });
+  for_each_bit(broken, [&](int bit) {
+    recompute_dq(params, tile.owner, place.sequence, row + bit);
+    if constexpr (Config::grad_bias) recompute_dbias(params, entry, row + bit);
+  });
 }

@@ -27,7 +27,7 @@
 //
 //   barrier      arrivals a phase   what the end of a phase says
 //   ds_full      4 consumers        ds of a block is complete
-//   ds_empty     1                  dq was multiplied with it: stage the next
+//   ds_empty     1 (4 warps)        dq was multiplied with it (and it was stored): stage the next
 //   dq_full      4 (warps)          a part of dq is staged: add them
 //   dq_empty     1                  they were read: stage the next
 //   keys_empty   4 consumers + 4    k and v of the tile were read: load the next
@@ -38,6 +38,7 @@
 // Named barriers pass the right to start products between the consumers: exponentials and ds of one
 // are computed under the products of the other.
 #include "ptx/stmatrix.cuh"
+#include "sm90/bias_gradient.cuh"
 #include "sm90/bias_tiles.cuh"
 #include "sm90/dq_accum.cuh"
 #include "sm90/dkv_parts.cuh"
@@ -78,7 +79,7 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   init_rings(smem);
   for (int i = 0; i < 2; ++i) {
     init(smem.ds_full[i], 4 * consumers);
-    init(smem.ds_empty[i], 1);
+    init(smem.ds_empty[i], Config::grad_bias ? 4 * reader_arrivals : 1);
   }
   for (int i = 0; i < writers; ++i) {
     for (int part = 0; part < DqAccum::parts; ++part) init(smem.dq_full[i][part], 4);
@@ -201,9 +202,19 @@ struct Multiplier {
       for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
         const int turn = tiles_before(score, block, tile, sum, params.dq_sums);
         multiply_block({sums, turns, block, turn});
+        if constexpr (Config::grad_bias) {
+          gradient(work, index).store(smem.ds[ring.stage()], block, work.first_key);
+          arrive_as_readers(smem.ds_empty[ring.stage()], true);
+        }
         ring.advance();
       }
+      if constexpr (Config::grad_bias) gradient(work, index).clear_unseen(work, blocks);
     }
+  }
+
+  // Found anew for each block: no registers hold where it lies.
+  CUFLASH_DEVICE BiasGradient gradient(const KeyTile& work, int index) const {
+    return {params, work.entry(params, index)};
   }
 
   CUFLASH_DEVICE void multiply_block(const Addition& addition) const {
@@ -223,7 +234,9 @@ struct Multiplier {
         smem.k.mn_major(0, part / DqAccum::row_parts));
     ptx::wgmma_wait<0>();
     ptx::pin(flat(acc));
-    if (part == DqAccum::parts - 1) arrive_if(smem.ds_empty[stage], leads_warpgroup());
+    if (!Config::grad_bias && part == DqAccum::parts - 1) {
+      arrive_if(smem.ds_empty[stage], leads_warpgroup());
+    }
     if (part == 0) {
       wait_for_staging();
       if (leads_warpgroup()) smem.addition[stage] = addition;

@@ -85,6 +85,8 @@ struct Defaults {
   static constexpr int num_q_stages = 2;  // buffers of q
   // Are the keys of a tile dealt out to several thread blocks, to be combined after them?
   static constexpr bool split_keys = false;
+  // Are these thread blocks a cluster, which combines their results by itself?
+  static constexpr bool clusters = false;
   // Does the kernel that combines start while this one runs, and wait for it by itself?
   static constexpr bool overlaps = false;
   // Is there a result over other keys, so_far and lse, which this one joins?
@@ -132,8 +134,9 @@ struct Defaults {
   static constexpr bool grad_k = true;
   static constexpr bool grad_v = true;
   static constexpr bool grad_lse = false;
-  static constexpr bool rotates = false;  // is x multiplied by a random rotation?
-  static constexpr bool writes = false;   // does this pass quantise, after the first found scales?
+  static constexpr bool grad_bias = false;  // is it that of one pair each, written with the others?
+  static constexpr bool rotates = false;    // is x multiplied by a random rotation?
+  static constexpr bool writes = false;  // does this pass quantise, after the first found scales?
   static constexpr SumsTo sums_to = SumsTo::pairs;
   static constexpr GradOf grad_of = GradOf::bias;
   static constexpr bool holds_bias = false;         // does each lane keep the bias of its pairs?

@@ -9,6 +9,7 @@
 //
 // A part with lse = -inf has seen nothing, and its out is not read. The order of all sums is fixed.
 // On sm_90 and later the kernel is launched while the parts are computed, and waits for them.
+#include "portable/part_sums.cuh"
 #include "ptx/dependents.cuh"
 #include "tile/store.cuh"
 
@@ -22,31 +23,6 @@ static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_by
 
 constexpr int lane_columns = (Config::head_dim_v + 31) / 32;
 
-// The largest of a row's lse_i, and its sum of exp(lse_i - largest).
-struct Sums {
-  Real largest, total;
-
-  CUFLASH_DEVICE Sums(const Real* lse, int parts) : largest(-infinity()), total(0) {
-#pragma unroll 4
-    for (int i = lane_index(); i < parts; i += 32) largest = fmax(largest, lse[i]);
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      largest = fmax(largest, __shfl_xor_sync(0xffffffff, largest, distance));
-    }
-#pragma unroll 4
-    for (int i = lane_index(); i < parts; i += 32) total += weight(lse[i]);
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      total += __shfl_xor_sync(0xffffffff, total, distance);
-    }
-  }
-
-  // NaN and +inf stay what they are.
-  CUFLASH_DEVICE Real weight(Real lse) const {
-    return lse == -infinity() ? 0 : power_of_two((lse - largest) * log2_e);
-  }
-};
-
 CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
   const Tile tile = tile_of(params.grid, tile_index());
   const BatchIndex entry(params.batch, tile.owner);
@@ -55,13 +31,13 @@ CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
   const Real* out = params.out_parts + entry * params.out_parts_layout.batch +
                     static_cast<int64_t>(row) * parts * width;
   if constexpr (Config::overlaps) ptx::wait_for_kernel_before();
-  const Sums sums(lse, parts);
+  const PartSums sums(lse, parts);
   const int warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;
   Real acc[lane_columns] = {};
 #pragma unroll 4
   for (int i = warp; i < parts; i += Config::num_warps) {
     const bool seen = lse[i] != -infinity();
-    const Real share = sums.weight(lse[i]) / sums.total;  // large values: no sum of them overflows
+    const Real share = sums.share(lse[i]);
 #pragma unroll
     for (int c = 0; c < lane_columns; ++c) {
       const int column = lane + 32 * c;
@@ -74,7 +50,6 @@ CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
     if (lane + 32 * c < Config::head_dim_v) smem.sums[warp][lane + 32 * c] = acc[c];
   }
   __syncthreads();  // every warp's sums are there
-  const bool hidden = sums.total == 0;
   const RowTarget to(params.out, params.out_layout, entry, 0, width, Config::head_dim_v);
   for (int column = ptx::thread_index(); column < width; column += Config::num_threads) {
     Real sum = 0;
@@ -83,8 +58,7 @@ CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
     to.data[row * to.row_stride + column * to.column_stride] = RowTarget::rounded(sum);
   }
   if (params.lse != nullptr && ptx::thread_index() == 0) {
-    params.lse[entry * params.lse_layout.batch + row * params.lse_layout.row] =
-        hidden ? -infinity() : sums.largest + log(sums.total);
+    params.lse[entry * params.lse_layout.batch + row * params.lse_layout.row] = sums.lse();
   }
 }
 

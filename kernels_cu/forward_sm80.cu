@@ -8,18 +8,21 @@
 //       o = o exp(m - m') + dropout(p) v                      p is reused in registers
 //     out = o / l,  lse = m + log l                         a sink joins m and l here
 //
+// Where keys are split, a thread block has one part of them; the blocks of a cluster also combine
+// their parts.
+//
 // Shared memory: the q tile for the whole run; one k and one v buffer, or two stages, in float32 as
 // TF32 parts. v of a block arrives while q k^T is computed, k of the next block during p v. Where
 // keys lie in pages, also the places of the rows of two blocks.
 #include "tile/matmul.cuh"
-#include "portable/forward_rows.cuh"
+#include "portable/cluster_rows.cuh"
 
 namespace cuflash {
 
 constexpr int own_columns = Config::head_dim_v / Config::split_columns;
 static_assert(own_columns % 16 == 0, "one product has 16 columns");
 
-struct SharedMemory : BlockPlaces<Config::paged> {
+struct SharedMemory : BlockPlaces<Config::paged>, ReceivedRows<Config::clusters> {
   using QTile = OperandTile<Config::block_m, Config::head_dim>;
   using KTile = StreamedTile<Config::block_n, Config::head_dim>;
   using VTile = StreamedTile<Config::block_n, own_columns>;
@@ -35,7 +38,8 @@ static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp ow
 // Sums over the keys that the tile's rows see.
 template <int out_tiles>
 CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
-                           WarpSoftmax<slices>& softmax, Real (&o_acc)[slices][out_tiles][4]) {
+                           ClusterRows<Config::clusters>& own_rows, WarpSoftmax<slices>& softmax,
+                           Real (&o_acc)[slices][out_tiles][4]) {
   const Work work = Work::of_this_block(params);
   const Score score(params.score, work.entry, KeyPart::of_this_block(params).keys);
   const int warp_row = warp_index() * 16 * slices;
@@ -44,7 +48,7 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
   const BlockRanges blocks = score.kv_blocks(rows.begin, rows.end);
   VisitedBlocks<Walk::keys> visited(score, blocks, rows);
   int n_block = visited.first_from(blocks.begin);
-  if (n_block >= blocks.end) return;
+  if (n_block >= blocks.end) return own_rows.find(params, work, score.seqlen);
 
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const RowSource q(params.q, params.q_layout, work.entry, first_q, params.head_dim);
@@ -61,6 +65,7 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
     load_tile(smem.v[0], smem.of_v(v, 0), n_block * Config::block_n, keys);
   }
   ptx::cp_async_commit();
+  own_rows.find(params, work, score.seqlen);  // in the shadow of the copies
 
   int stage = 0, places = 0;
 #pragma unroll 1
@@ -119,9 +124,12 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
     cuflash_forward_sm80(const __grid_constant__ cuflash::ForwardParams params) {
   using namespace cuflash;
   let_combine_start();
+  SharedMemory& smem = shared_memory<SharedMemory>();
+  begin_cluster(smem);
   WarpSoftmax<slices> softmax;
   Real o_acc[slices][own_columns / 8][4];
   clear(o_acc);
-  attend(params, shared_memory<SharedMemory>(), softmax, o_acc);
-  store_rows(params, warp_index(), softmax, o_acc);
+  ClusterRows<Config::clusters> rows;
+  attend(params, smem, rows, softmax, o_acc);
+  finish_rows(params, smem, rows, softmax, o_acc);
 }

@@ -177,6 +177,6 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     float o_acc[1][Config::head_dim_v / 8][4];
     clear(o_acc);
     attend(params, smem, warp - 8, softmax, o_acc);
-    store_rows(params, warp - 8, softmax, o_acc);
+    store_rows(params, warp - 8, softmax, o_acc, Work::of_this_block(params));
   }
 }

@@ -295,6 +295,7 @@ struct BackwardParams {
   void* dq;
   void* dk;
   void* dv;
+  void* dbias;      // used where Config::grad_bias
   Real* sums;       // of the scores' gradient, or of gradients before they are scaled and rounded
   uint32_t* turns;  // of the tiles that add to dq: see backward_sm90.cu
   ScoreParams score;
@@ -307,6 +308,7 @@ struct BackwardParams {
   Layout dq_layout;
   Layout dk_layout;
   Layout dv_layout;
+  Layout dbias_layout;
   Layout sums_layout;
   BatchAxes batch;
   Grid grid;  // of split queries: owners times parts, with entries of a part

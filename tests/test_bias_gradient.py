@@ -105,3 +105,46 @@ def test_compiles_without_spills(generation: int, head_dim: int) -> None:
             assert found.num_stages == 2
             configs |= {found, found.replace(sums_dtype=np.dtype(dtype).name)}
     compile_all(configs, generation)
+
+
+def held(problem: Any) -> list[Any]:
+    """The kernels of dq, of dk and dv, and of the sums, in float32."""
+    given = (Request(problem).smem_limit, 16)
+    return [
+        chosen.portable("backward_dq_sm80", problem, *given),
+        *chosen.portable_kv(problem, *given, "kv"),
+        chosen.scores(problem, *given, "bias", "pairs"),
+    ]
+
+
+BOUNDS: dict[str, dict[str, Any]] = {
+    "none": {}, "causal": {"causal": True}, "window": {"window": (20, 9)},
+    "lengths": {"q_lengths": np.array([[70], [33]]), "kv_lengths": np.array([[50], [0]])},
+}  # fmt: skip
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", BOUNDS)
+def test_lanes_hold_a_bias_beside_float32(device: HostDevice, name: str) -> None:
+    """Of pairs that exist, some of them hidden by it."""
+    bias = a_bias(2, 70, 81, dtype=np.float32)
+    shapes = (2, 2, 70, 12), (2, 2, 81, 12), (2, 2, 81, 12)
+    options = {"bias": bias, **BOUNDS[name]}
+    call = make_call("normal", 5, np.float32, *shapes, options=options, wrt=("q", "k", "v", "bias"))
+    problem = describe(call.q, call.k, call.v, cuflash.Options(**options))
+    assert all(config.holds_bias for config in held(problem))
+    check(call, cuflash.Options(**call.options))
+    assert "cuflash_backward_dscore_sm80" in device.launched
+
+
+@pytest.mark.gate
+@pytest.mark.nvrtc
+def test_a_held_bias_of_float32_compiles_without_spills(generation: int) -> None:
+    from test_compile_sm90 import compile_all
+
+    q, k = (np.zeros((2, 2, n, 16), np.float32) for n in (70, 81))
+    configs = set()
+    for bounds in BOUNDS.values():
+        options = cuflash.Options(bias=np.zeros((2, 70, 81), np.float32), **bounds)
+        configs |= set(held(describe(q, k, k, options)))
+    compile_all(configs, generation)

@@ -241,3 +241,12 @@ def test_shared_memory_by_hand() -> None:
 def test_tile_widths_suit_the_matrix_instruction() -> None:
     assert all(width % 16 == 0 for width in HEAD_DIMS)
     assert sorted(HEAD_DIMS) == list(HEAD_DIMS)
+
+
+def test_a_part_with_the_name_of_a_field_is_no_kernel():
+    with pytest.raises(TypeError, match="are parts and fields"):
+        type(
+            "Wrong",
+            (ForwardConfig,),
+            {"parts": ForwardConfig.parts | {"bias": ForwardConfig.parts["own"]}},
+        )

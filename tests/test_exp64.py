@@ -63,7 +63,7 @@ def on_the_host(folder: Path, text: str) -> Evaluate:
         given = whole_warps(x)
         found = np.full((3, given.size), np.nan)
         addresses = (a.ctypes.data for a in (given, *found))
-        run(1, 32, ctypes.byref(Probed(*addresses, FACTOR, REFERENCE, given.size)))
+        run(1, 32, 1, ctypes.byref(Probed(*addresses, FACTOR, REFERENCE, given.size)))
         return found[:, : x.size]
 
     return evaluate

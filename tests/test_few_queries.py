@@ -9,6 +9,7 @@ import pytest
 
 import cuflash
 from cuflash._jit.compilation import compile_static
+from cuflash._kernels import split_keys
 from cuflash._problem.problem import describe
 from cuflash._select import hardware
 from cuflash._select.choose import choose
@@ -25,6 +26,13 @@ KERNELS = {
     "forward_sm80, 128": (np.float16, 20, 2100, 128),
     "forward_sm80, 64 rows": (np.float16, 40, 2100, 64),
     "forward_sm80, 256": (np.float16, 9, 2300, 256),
+    "forward_sm80, cluster": (np.float16, 3, 700, 64),
+    "forward_sm80, cluster of 64 rows": (np.float16, 40, 2048, 64),
+    "forward_sm80, cluster of 96 rows": (np.float16, 77, 4096, 64),
+    "forward_sm80, cluster, 128": (np.float16, 2, 1000, 128),
+    "forward_sm80, cluster, 256": (np.float16, 1, 600, 256),
+    "forward_sm80, cluster, float32": (np.float32, 5, 512, 64),
+    "forward_sm80, cluster, float64": (np.float64, 2, 1000, 64),
     "forward_sm80, float64": (np.float64, 70, 2100, 40),
     "forward_tf32_sm90": (np.float32, 130, 4096, 64),
     "forward_tf32_sm90, 128": (np.float32, 70, 2100, 128),
@@ -37,6 +45,14 @@ REFUSED = {
     "forward_tf32_sm90": {"the rest"},
     "forward_tf32_sm90, 128": {"bias", "mask", "segments", "the rest"},
 }
+
+
+#: And that a cluster of so many rows does not take: Hopper's kernel does, and one that combines.
+WITHOUT_CLUSTERS = {
+    "forward_sm80, cluster of 96 rows": {
+        "sink", "a sink alone", "bias", "mask", "segments", "the rest",
+    }
+}  # fmt: skip
 
 
 def options_of(rows: int, keys: int) -> dict[str, dict[str, Any]]:
@@ -69,13 +85,21 @@ def call_of(kernel: str, options: dict[str, Any]) -> Call:
     """Arrays for kernels of Hopper begin at multiples of 16 bytes, as its copy engine demands."""
     dtype, rows, keys, d = KERNELS[kernel]
     shapes = (2, 2, rows, d), (2, 2, keys, d), (2, 2, keys, d)
-    lead = memory.ALIGNED if "sm90" in kernel else memory.BAND
+    for_sm90 = "sm90" in kernel or kernel in WITHOUT_CLUSTERS
+    lead = memory.ALIGNED if for_sm90 else memory.BAND
     return make_call("normal", 1, np.dtype(dtype), *shapes, options=options, wrt=(), lead=lead)
 
 
-def on_hopper(kernel: str, name: str) -> tuple[str, bool]:
-    """Which kernel computes a case on a Hopper, and that it splits the keys."""
-    return "forward_sm80" if name in REFUSED.get(kernel, ()) else kernel.split(",")[0], True
+def on_hopper(kernel: str, name: str) -> tuple[str, bool, bool]:
+    """Which kernel computes a case on a Hopper, that it splits the keys, whether in clusters."""
+    refused = name in REFUSED.get(kernel, ())
+    if name in WITHOUT_CLUSTERS.get(kernel, ()):
+        return "forward_sm90", True, False
+    return "forward_sm80" if refused else kernel.split(",")[0], True, "cluster" in kernel
+
+
+def facts_of(config: Any) -> tuple[str, bool, bool]:
+    return config.kernel, config.split_keys, getattr(config, "clusters", False)
 
 
 @pytest.mark.gpu
@@ -92,7 +116,7 @@ def test_parts_of_the_keys_add_up(kernel: str, name: str) -> None:
         result = run(cupy, call, backward=False, with_out=True)
     if hardware.present().hopper:
         (config,) = (own for own in configs if own.computes == "out")
-        assert (config.kernel, config.split_keys) == on_hopper(kernel, name)
+        assert facts_of(config) == on_hopper(kernel, name)
     Budget(call).check_forward(result.out, result.lse)
 
 
@@ -106,7 +130,7 @@ def test_bits_do_not_depend_on_what_memory_held(kernel: str) -> None:
     problem = describe(call.q, call.k, call.v, cuflash.Options(**call.options))
     if hardware.present().hopper:
         config = chosen.forward_of(problem, hardware.present())
-        assert (config.kernel, config.split_keys) == (kernel.split(",")[0], True)
+        assert facts_of(config) == on_hopper(kernel, "causal")
     size = cuflash.workspace_size(q, k, v, **call.options)
     found = set()
     for byte in (0xFF, 0x45) * 10:
@@ -114,6 +138,36 @@ def test_bits_do_not_depend_on_what_memory_held(kernel: str) -> None:
         out, lse = cuflash.attention(q, k, v, return_lse=True, workspace=workspace, **call.options)
         found.add(out.tobytes() + lse.tobytes())
     assert len(found) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if "cluster" in kernel])
+def test_a_cluster_has_the_bits_of_two_kernels(
+    monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    import cupy
+
+    from cuflash._launch import plan_cache
+
+    options: dict[str, Any] = {"causal": True}
+    if "96 rows" not in kernel:
+        options["sink"] = cupy.asarray([1.5, -2.0], np.float32)
+    call = call_of(kernel, {})
+    q, k, v = map(cupy.asarray, (call.q, call.k, call.v))
+    step, *_ = choose(describe(q, k, v, cuflash.Options(**options)), hardware.present())
+    assert step.config.clusters
+
+    def bits() -> tuple[bytes, ...]:
+        plan_cache.forget()
+        results = cuflash.attention(q, k, v, return_lse=True, config=step.config, **options)
+        return tuple(array.tobytes() for array in results)
+
+    found = bits()
+    monkeypatch.setattr(split_keys, "in_clusters", lambda _: False)
+    monkeypatch.setattr(split_keys, "wanted", lambda _: True)
+    monkeypatch.setattr(split_keys, "parts_of", lambda *_: step.splits)
+    assert bits() == found
+    plan_cache.forget()
 
 
 @pytest.mark.gpu
@@ -154,7 +208,7 @@ def test_the_kernels_of_hopper_are_these() -> None:
             call = call_of(kernel, options)
             problem = describe(call.q, call.k, call.v, cuflash.Options(**options))
             config = chosen.forward_of(problem, hardware.typical("sm_90"))
-            assert (config.kernel, config.split_keys) == on_hopper(kernel, name)
+            assert facts_of(config) == on_hopper(kernel, name)
 
 
 @pytest.mark.full

@@ -315,14 +315,14 @@ def test_a_tile_depends_on_neither_batch_nor_lengths() -> None:
 
 def test_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two numbers for each query, and on Hopper dq in float32 and a turn for each block."""
-    q = np.zeros((2, 3, 20, 64), np.float16)
+    q = np.zeros((2, 3, 70, 64), np.float16)
     problem = describe(q, q, q, Options())
     monkeypatch.setattr(run, "runtime", SimpleNamespace(getDevice=lambda: 0))
-    statistics = 8 * 2 * 3 * 20
+    statistics = 8 * 2 * 3 * 70
     with select_hardware.assumed(select_hardware.typical("sm_80")):
         assert run.workspace_size(problem, "forward") == 0
         assert run.workspace_size(problem, "backward") == statistics
-    sums, turns = 4 * 2 * 3 * 32 * 64, 4 * (1 + 2 * 3)  # rows in slices of 16
+    sums, turns = 4 * 2 * 3 * 80 * 64, 4 * (1 + 2 * 3)  # rows in slices of 16
     with select_hardware.assumed(select_hardware.typical("sm_90")):
         assert run.workspace_size(problem, "backward") == statistics + sums + turns + 128
 

@@ -15,7 +15,7 @@ from cuflash._kernels import split_keys
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
-from support.portable import portable_kernels  # noqa: E402
+from support.portable import planned_kernels, portable_kernels  # noqa: E402
 
 POISON = -(10**9)
 
@@ -62,7 +62,8 @@ def test_pages_have_the_bits_of_keys_in_order(
 ) -> None:  # fmt: skip
     """Where kernel, tile and parts are the same: keys in order are split as those in pages are.
 
-    They are by themselves but for few queries of 512 to 2047 keys, which have parts in pages alone.
+    They are by themselves in clusters; elsewhere few queries of 512 to 2047 keys have parts in
+    pages alone.
     """
     bounds = split_keys.BOUNDS
     monkeypatch.setattr(split_keys, "BOUNDS", bounds._replace(fewest=bounds.fewest_in_pages))
@@ -72,18 +73,24 @@ def test_pages_have_the_bits_of_keys_in_order(
     lengths = cupy.asarray(call.lengths[:, None])
     poison_what_is_not_used(call)
     arrays = [*map(cupy.asarray, call.arrays())]
-    with portable_kernels() as configs:
-        cuflash.attention_paged(*arrays, **options)
-        config = next(config for config in configs if config.computes == "out")
-        configs.clear()
-        expected = cuflash.attention(
-            *contiguous, kv_lengths=lengths, return_lse=True, config=config, **options
-        )
-    own = next(config for config in configs if config.computes == "out")
-    assert (config.paged, own.paged) == (True, False)
-    assert config.split_keys == own.split_keys == (rows <= 64 and keys >= 512)
-    runs = {bits(cuflash.attention_paged(*arrays, return_lse=True, **options)) for _ in range(200)}
-    assert runs == {bits(expected)}
+    few = rows <= split_keys.FEW_ROWS
+    for planned in (portable_kernels, planned_kernels)[: 1 + few]:
+        with planned() as configs:
+            cuflash.attention_paged(*arrays, **options)
+            config = next(config for config in configs if config.computes == "out")
+            configs.clear()
+            expected = cuflash.attention(
+                *contiguous, kv_lengths=lengths, return_lse=True, config=config, **options
+            )
+            own = next(config for config in configs if config.computes == "out")
+            runs = {
+                bits(cuflash.attention_paged(*arrays, return_lse=True, **options))
+                for _ in range(200)
+            }
+        assert (config.paged, own.paged) == (True, False)
+        assert config.split_keys == own.split_keys == (few and keys >= 512)
+        assert config.clusters == own.clusters
+        assert runs == {bits(expected)}
 
 
 def test_numbers_of_no_page_read_no_foreign_memory() -> None:

@@ -106,6 +106,21 @@ def test_parts_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     check(call, "causal")
 
 
+@pytest.mark.parametrize("keys", [512, 1008, 2048])
+def test_clusters_have_the_same_parts_in_order_and_in_pages(keys: int) -> None:
+    call = Paged(7, 16, keys // 16, 3, bfloat16, d=64)
+    options = cuflash.Options(enable_gqa=True, kv_lengths=call.lengths[:, None])
+    own = hardware.typical("sm_90")
+    found = (
+        choose(in_pages_of(call, options)[0], own),
+        choose(describe(*call.contiguous(), options), own),
+    )
+    assert [len(steps) for steps in found] == [1, 1]
+    (step,), (other,) = found
+    assert step.config == other.config.replace(paged=True)
+    assert step.splits == other.splits > 1
+
+
 @pytest.mark.parametrize(
     ("rows", "keys", "in_order", "in_pages"),
     [
@@ -118,7 +133,7 @@ def test_parts_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         (65, 2048, 8, 8),
     ],
 )
-def test_only_few_queries_of_512_to_2047_keys_have_other_parts_in_order(
+def test_without_clusters_few_queries_of_512_to_2047_keys_have_other_parts_in_order(
     rows: int, keys: int, in_order: int, in_pages: int
 ) -> None:
     """With the tile of the pages."""

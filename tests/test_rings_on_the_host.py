@@ -54,5 +54,6 @@ def test_a_late_warp_keeps_its_place(tmp_path: Path, num_stages: int) -> None:
     subprocess.run(command, check=True)
     for warp in (0, 1, 4, 5, 8, 9):
         params = RingParams(8, warp, 30)
-        ctypes.CDLL(str(library)).run(ctypes.c_uint(1), ctypes.c_int(384), ctypes.byref(params))
+        run = ctypes.CDLL(str(library)).run
+        run(ctypes.c_uint(1), ctypes.c_int(384), ctypes.c_uint(1), ctypes.byref(params))
         assert not params.is_stuck, f"warp {warp}"

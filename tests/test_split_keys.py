@@ -35,6 +35,10 @@ from support.host_device import COMPILER, HostDevice, host_device, on_device, op
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
+def full(value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.full)
+
+
 @pytest.fixture
 def device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevice]:
     """Splits as few keys as two parts have: a processor takes its time.
@@ -44,6 +48,13 @@ def device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevic
     few = split_keys.BOUNDS._replace(fewest=512, most_of_ragged=512, packed_parts=3)
     monkeypatch.setattr(split_keys, "BOUNDS", few)
     with host_device(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def clusters(tmp_path: Any) -> Iterator[HostDevice]:
+    """A device whose thread blocks of a tile are clusters."""
+    with host_device(tmp_path, 90, multiprocessors=132, tensor_maps=True) as found:
         yield found
 
 
@@ -107,6 +118,59 @@ def test_any_number_of_parts_is_within_the_budget(
             found.append(forward(call, cuflash.Options(**options)))
         assert [a.tobytes() for a in found[0]] == [a.tobytes() for a in found[1]]
         Budget(call).check_forward(*found[0])
+
+
+@pytest.mark.parametrize("kind", ["causal", "a sink alone", *map(full, ("mask", "the rest"))])
+@pytest.mark.parametrize("dtype", [np.float16, full(np.float32)])
+def test_a_cluster_has_the_bits_of_two_kernels(
+    clusters: HostDevice, splits: Any, monkeypatch: pytest.MonkeyPatch, dtype: Any, kind: str
+) -> None:
+    """And is within the budget, with an odd number of columns, whatever memory held."""
+    given = options_of(5, 700)[kind]
+    shapes = (2, 2, 5, 20), (2, 1, 700, 20), (2, 1, 700, 27)
+    call = make_call("normal", 1, np.dtype(dtype), *shapes, options=given, wrt=())
+    for parts in (1, 3, 8):
+        splits(parts)
+        found = []
+        for clusters.unwritten in (0xFF, 0x45):
+            found.append(forward(call, cuflash.Options(**given)))
+            assert clusters.launched[-1] == "cuflash_forward_sm80"
+        with monkeypatch.context() as patch:
+            patch.setattr(split_keys, "in_clusters", lambda _: False)
+            plan_cache.forget()
+            found.append(forward(call, cuflash.Options(**given)))
+        assert clusters.launched[-1] == "cuflash_forward_combine"
+        assert len({out.tobytes() + lse.tobytes() for out, lse in found}) == 1
+        Budget(call).check_forward(*found[0])
+
+
+@pytest.mark.parametrize("rows", [40, full(64)])
+def test_rows_are_dealt_out_to_the_blocks_of_a_cluster(
+    clusters: HostDevice, splits: Any, rows: int
+) -> None:
+    """More than there are blocks; results in strides of their own."""
+    options = {"causal": True, "q_lengths": np.array([rows, rows - 3])}
+    shapes = (2, rows, 24), (2, 600, 24), (2, 600, 40)
+    call = make_call("normal", 5, np.dtype(np.float16), *shapes, options=options, wrt=())
+    splits(5)
+    out = np.full((rows, 2, 80), np.nan, np.float32)[..., ::2].swapaxes(0, 1)
+    lse = np.full((2, 2 * rows), np.nan, np.float32)[:, ::2]
+    found = forward(call, cuflash.Options(**options), on_device(out), on_device(lse))
+    Budget(call).check_forward(*found)
+    assert clusters.launched == ["cuflash_forward_sm80"]
+
+
+@pytest.mark.full
+def test_a_tile_of_96_rows(clusters: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over as few keys as are split here."""
+    few, many = split_keys.IN_CLUSTERS
+    monkeypatch.setattr(split_keys, "IN_CLUSTERS", (few, many._replace(fewest=1024)))
+    shapes = (1, 1, 77, 64), (1, 1, 1024, 64), (1, 1, 1024, 64)
+    given = {"causal": True}
+    call = make_call("normal", 1, np.dtype(np.float16), *shapes, options=given, wrt=())
+    Budget(call).check_forward(*forward(call, cuflash.Options(**given)))
+    assert clusters.launched == ["cuflash_forward_sm80"]
+    assert [config.block_m for config in clusters.configs] == [96]
 
 
 @pytest.mark.parametrize("seen", [{}, {"window": (100, 0)}], ids=["all", "the last"])
@@ -231,10 +295,12 @@ def test_logsumexp(device: HostDevice, splits: Any) -> None:
     assert device.launched[-1] == "cuflash_forward_combine"
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("device")
-def test_what_is_not_finite_reaches_the_rows_that_see_it(splits: Any) -> None:
+@pytest.mark.parametrize("where", ["clusters", full("device")])
+def test_what_is_not_finite_reaches_the_rows_that_see_it(
+    request: pytest.FixtureRequest, splits: Any, where: str
+) -> None:
     """NaN in a key of one part and in a value of another; rows before both do not see them."""
+    request.getfixturevalue(where)
     call = make_call("normal", 2, np.dtype(np.float16), (1, 8, 24), (1, 300, 24), (1, 300, 24),
                      options={"causal": True, "offset": 100}, wrt=())  # fmt: skip
     splits(3)
@@ -271,7 +337,7 @@ def test_values_and_scores_that_are_large(splits: Any, size: float) -> None:
 def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
     def parts(
         batch: tuple[int, ...], rows: int, keys: int, sms: int = 132, d: int = 64,
-        page_size: int = 0, **options: Any,
+        page_size: int = 0, capability: int = 80, **options: Any,
     ) -> int:  # fmt: skip
         dtype = np.float16 if d == 64 else np.float32
         q, k = (np.broadcast_to(dtype(0), (*batch, n, d)) for n in (rows, keys))
@@ -280,7 +346,7 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
             pages = signature(np.empty((1, batch[1], page_size, d), dtype))
             table = signature(np.zeros((batch[0], 1, keys // page_size), np.int32))
             problem = in_pages(problem, pages, pages, table)
-        request = Request(problem, num_sms=sms)
+        request = Request(problem, capability, num_sms=sms)
         if not split_keys.wanted(request):
             return 0
         (config,) = ForwardConfig.chosen(request)
@@ -291,6 +357,15 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
     assert parts((1, 8), 1, 2047) == 0
     assert parts((1, 8), 1, 2048) == 11  # two blocks of 96 keys each: 16 parts may be short
     assert parts((1, 8), 1, 8192) == 29  # three, which are 256 keys at least
+    assert parts((1, 8), 1, 511, capability=90) == 0
+    assert parts((1, 8), 1, 512, capability=90) == 8  # a cluster, one block of 64 keys each
+    assert parts((1, 8), 64, 512, capability=90) == 8
+    assert parts((1, 8), 1, 2048, capability=90) == 8
+    assert parts((2, 8), 1, 512, capability=90) == 8
+    assert parts((3, 8), 1, 512, capability=90) == 0  # tiles enough
+    assert parts((1, 8), 77, 4096, capability=90) == 8
+    assert parts((1, 8), 1, 2049, capability=90) == 11  # by two kernels
+    assert parts((1, 8), 1, 2047, capability=90, d=256) == 0  # columns are dealt out
     assert parts((1, 8), 1, 496, page_size=16) == 0
     assert parts((1, 8), 1, 512, page_size=16) == 8  # one block of 64 keys
     assert parts((1, 8), 64, 512, page_size=16) == 6  # of 96, by another tile

@@ -95,6 +95,11 @@ CASES = (
         options={"sink": SLOPES, "kv_lengths": lengths(30, 699)},
     ),
     Case("more queries, many keys", (1, 2, 100, 64), (1, 2, 2100, 64), wrt=()),
+    Case(
+        "few queries of a cluster", (2, 2, 3, 64), (2, 2, 700, 64), head_dim_v=40, wrt=(),
+        options={"sink": SLOPES, "kv_lengths": lengths(30, 699)},
+    ),
+    Case("more queries of a cluster", (1, 2, 80, 64), (1, 2, 2100, 64), wrt=()),
     Case("one key", (2, 2, 257, 64), (2, 2, 1, 64)),
     Case("window", (1, 2, 257, 64), (1, 2, 257, 64), options={"window": (40, 17)}),
     Case("window left", (1, 2, 200, 64), (1, 2, 320, 64), options={"window": (70, None)}),
@@ -163,6 +168,14 @@ CASES = (
     Case(
         "gradient of a bias", (2, 2, 129, 64), (2, 2, 150, 64), wrt=("q", "k", "v", "bias"),
         options={"bias": lambda rng: rng.standard_normal((2, 1, 150)).astype(np.float32)},
+    ),
+    Case(
+        "gradient of a bias of each pair", (1, 2, 129, 64), (1, 2, 150, 64),
+        wrt=("q", "k", "v", "bias"),
+        options={
+            "bias": lambda rng: rng.standard_normal((2, 129, 150)).astype(np.float16),
+            "causal": True,
+        },
     ),
     Case("a formula", (1, 2, 129, 64), (1, 2, 150, 64), options=FORMULA),
     Case("a formula of points", (1, 2, 129, 3), (1, 2, 150, 3), dtype=np.float32, options=FORMULA),

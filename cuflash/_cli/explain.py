@@ -14,6 +14,7 @@ from cuflash._ahead import steps_of
 from cuflash._cli import from_checkout, io_model
 from cuflash._cli.problem_arguments import add_problem, listed, positive, problem_of
 from cuflash._errors import wrong_value
+from cuflash._kernels import wgmma
 from cuflash._select import hardware as select_hardware
 from cuflash._select import measured as select_measured
 from cuflash._select.choose import LaunchStep, why_portable
@@ -175,7 +176,8 @@ def _why(work: Workload, config: Any, hardware: Hardware, step: LaunchStep) -> s
         return _STEPS[config.kernel]
     problem = work.problem()
     if getattr(config, "split_keys", False):
-        return f"few tiles of many keys: {step.splits} parts of the keys, each of a thread block"
+        parts = f"few tiles of many keys: {step.splits} parts of the keys, each of a thread block"
+        return parts if config.leaves_parts else f"{parts} of a cluster, which combines them"
     shares = []
     if getattr(config, "split_queries", False):
         shares.append(f"{step.splits} parts of the queries, each of a thread block")
@@ -184,6 +186,7 @@ def _why(work: Workload, config: Any, hardware: Hardware, step: LaunchStep) -> s
     if shares:
         return f"few tiles: {', and '.join(shares)}"
     portable = why_portable(problem, hardware, config.computes)
+    portable = portable or ("" if config.for_sm90 else wgmma.leaves_tiles_empty(problem))
     if getattr(config, "simt", False):
         portable += "; tensor cores would be no faster, or have no room: CUDA cores multiply"
     return portable or "Hopper's instructions serve this problem"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import NamedTuple, Self
 
 from cuflash._kernels.config import SCORED, KernelConfig
+
+
+class Own(NamedTuple):
+    grad_bias: bool = False  # did the other kernel write the gradient of a bias?
 
 
 class BackwardConvertConfig(KernelConfig):
@@ -13,7 +17,7 @@ class BackwardConvertConfig(KernelConfig):
     kernel = "backward_convert"
     params = "BackwardParams"
     computes = "convert"
-    parts = SCORED
+    parts = SCORED | {"own": Own}
     row_warps = 0  # rows are dealt out to threads
 
     @classmethod
@@ -22,4 +26,4 @@ class BackwardConvertConfig(KernelConfig):
         values = config.values()
         values["block_n"] = config.own_rows  # keys of a tile, which add to one of the sums
         values["num_warps"] = config.block_m // 16 * -(-config.head_dim // 64)
-        return cls(**{name: values[name] for part in SCORED.values() for name in part._fields})
+        return cls(**{name: values[name] for part in cls.parts.values() for name in part._fields})

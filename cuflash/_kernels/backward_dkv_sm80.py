@@ -21,6 +21,7 @@ ROWS = (
     *(Row("half, general", d, ((64, 64, 4, 2),)) for d in (16, 32, 64)),
     Row("half, general", 96, ((32, 64, 4, 2),)),
     Row("half, general", 128, ((32, 64, 4, 2), (32, 64, 4, 1))),
+    *(Row("half, short", d, ((32, 64, 4, 3),), "D15") for d in (16, 32, 64)),
     Row("float32", 16, ((32, 64, 4, 2),)),
     Row("float32", 32, ((32, 64, 4, 2),), "D36"),
     Row("float32, v alone", 32, ((64, 64, 4, 2),), "D126"),
@@ -31,6 +32,7 @@ ROWS = (
     Row("float32", 256, ((16, 64, 4, 1), (16, 32, 2, 1), (16, 16, 1, 1)), "D36"),
     # With all options 32 queries are more than registers hold.
     Row("float32, general", 16, ((16, 64, 4, 2),), "D161"),
+    Row("float32, held bias", 16, ((32, 128, 4, 2),), "D161"),
     Row("float32, general", 32, ((16, 64, 4, 2),)),
     Row("tf32", 16, ((16, 64, 4, 2),)),
     Row("tf32", 32, ((16, 64, 4, 2),)),
@@ -52,7 +54,7 @@ class BackwardKVConfig(KernelConfig):
     kernel = "backward_dkv_sm80"
     params = "BackwardParams"
     computes = "dkv"
-    parts = SCORED | portable.KV_PARTS
+    parts = SCORED | portable.KV_PARTS | {"held": portable.HeldBias}
     tunables = portable.TUNABLES
     owned = "block_n"  # queries are streamed
     streams = range(16, 65, 16)  # KeptBits of score/dropout.cuh
@@ -84,6 +86,7 @@ class BackwardKVConfig(KernelConfig):
         for names in portable.kv_passes(problem, request.keys, together=together):
             columns = fields["head_dim" if "k" in names else "head_dim_v"]
             own = fields | portable.kv_fields(problem, names)
+            own["holds_bias"] = portable.holds_bias(request, own)
             own["split_columns"] = portable.gradient_parts(request, columns)
             # Wider results take registers as options do.
             wider = True if own["out_dtype"] != own["dtype"] else None

@@ -24,6 +24,7 @@ ROWS = (
     Row("half, general", 96, ((64, 32, 4, 2),)),
     Row("half, general", 128, ((64, 32, 4, 2), (64, 32, 4, 1))),
     Row("half, general", 192, ((64, 16, 4, 2), (64, 16, 4, 1))),
+    *(Row("half, short", d, ((64, 64, 4, 3),), "D15") for d in (16, 32, 64)),
     Row("float32", 16, ((64, 32, 4, 2),)),
     Row("float32", 32, ((64, 32, 4, 2),), "D36"),
     Row("float32", 64, ((128, 32, 8, 1),), "D36"),
@@ -34,6 +35,7 @@ ROWS = (
     Row("tf32", 64, ((128, 16, 4, 2), (64, 16, 4, 1))),
     Row("tf32", 128, ((64, 16, 4, 2), (64, 16, 4, 1))),
     Row("float32, general", 16, ((128, 16, 4, 2),), "D161"),
+    Row("float32, held bias", 16, ((128, 32, 8, 2),), "D161"),
     Row("float32, general", 32, ((64, 16, 4, 2),)),
     Row("float32, general", 64, ((64, 16, 4, 2), (64, 16, 4, 1))),
     Row("float64", 16, ((64, 16, 4, 2),)),
@@ -50,7 +52,7 @@ class BackwardQConfig(KernelConfig):
     kernel = "backward_dq_sm80"
     params = "BackwardParams"
     computes = "dq"
-    parts = SCORED
+    parts = SCORED | {"held": portable.HeldBias}
     tunables = portable.TUNABLES
 
     @property
@@ -65,6 +67,7 @@ class BackwardQConfig(KernelConfig):
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The first tile of its row that fits; on CUDA cores where none does."""
         own = portable.fields(cls, request)
+        own["holds_bias"] = portable.holds_bias(request, own)
         own["split_columns"] = portable.gradient_parts(request, own["head_dim"])
         values = portable.candidates(cls, ROWS, request, own)
         found = portable.fitting(cls, values, request.smem_limit)

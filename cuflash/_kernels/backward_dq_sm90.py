@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Self
 
+import numpy as np
+
 from cuflash._kernels import wgmma
 from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import needs_score_math
+from cuflash._kernels.score_config import needs_score_math, register_pressure
 from cuflash._kernels.tables import Row
+from cuflash._problem.problem import Problem
 
 #: The fastest of benchmarks/sweeps on an H100 SXM, but for (192, 128), which follows from shared
 #: memory. Three buffers of narrow blocks win over two of wide ones, and over scores ahead.
@@ -28,9 +31,16 @@ ROWS = (
     # Under a causal bound the scores ahead of the last block are multiplied in vain, and there are
     # none where a score waits for every product.
     Row("score math, none ahead", (128, 128), (128, 64, 3, False), "D26"),
-    # Several options take registers, dropout, a bias or a formula among them.
+    # Several options take registers, dropout, a bias or a formula among them, and ids of segments
+    # most of all: blocks that spill nothing by NVRTC 12.9 and 13.5, not timed.
     Row("crowded", (64, 64), (128, 96, 3, False)),
+    Row("crowded", (96, 96), (128, 64, 3, False)),
     Row("crowded", (128, 128), (128, 80, 3, False)),
+    Row("crowded", (192, 128), (128, 48, 2, False)),
+    Row("segments, left bound", (192, 128), (128, 64, 2, False)),
+    Row("crowded, segments", (64, 64), (128, 64, 3, False)),
+    Row("crowded, segments", (128, 128), (128, 64, 3, False)),
+    Row("crowded, segments", (192, 128), (128, 64, 2, False)),
 )
 
 
@@ -69,6 +79,14 @@ class BackwardQSm90Config(wgmma.WarpgroupsConfig):
         holding = {
             "score math": needs_score_math(problem),
             "none ahead": any(option is not None for option in waiting),
-            "crowded": wgmma.crowds_gradient(problem),
+            "crowded": wgmma.crowds_gradient(problem) or _reads_wide_bias(problem),
+            "segments": problem.segment_ids_q is not None,
+            "left bound": problem.window_left is not None,
         }
         return (cls(**wgmma.fields(cls, request, ROWS, holding)),)
+
+
+def _reads_wide_bias(problem: Problem) -> bool:
+    """Is there a bias of float64 beside an option that takes registers, too?"""
+    bias = problem.bias
+    return bias is not None and bias.dtype == np.float64 and register_pressure(problem) > 0

@@ -9,7 +9,7 @@ from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import Floats, register_pressure
 from cuflash._kernels.tables import Row
-from cuflash._problem.problem import HALVES, Problem
+from cuflash._problem.problem import HALVES
 
 GradOf = Literal["bias", "alibi_slopes", "scale"]
 #: A sum for each pair, for each key over its queries, or for each query over its keys.
@@ -36,7 +36,7 @@ ROWS = (
 )
 
 
-WIDEST_AHEAD = 64  # head size with room for the operands of a second entry (D204)
+WIDEST_AHEAD = 64  # head size of 16 bits with room for the operands of a second entry (D204)
 
 
 class Own(NamedTuple):
@@ -80,17 +80,13 @@ class BackwardScoreConfig(KernelConfig):
         by_entries = sums_to == "pairs" and problem.cu_seqlens_q is None and not request.simt
         if by_entries and problem.dtype in HALVES:
             narrow = max(own["head_dim"], own["head_dim_v"]) <= WIDEST_AHEAD
-            own["holds_bias"] = narrow and _can_be_held(problem)  # 128 columns leave no registers
+            own["holds_bias"] = narrow and portable.can_hold_bias(problem)  # 128 columns do not
             own["num_stages"] = 2 if narrow and problem.segment_ids_q is None else 1
+        elif by_entries and portable.holds_bias(request, own):
+            own |= {"holds_bias": True, "num_stages": 2}
         values = portable.candidates(cls, ROWS, request, own, general=slopes)
         if own.get("num_stages") == 2 and register_pressure(problem) <= 1:
             values = [values[0] | {"blocks_per_sm": 3}, *values]
         for found in portable.fitting(cls, values, request.smem_limit):
             return found
         return cls.of(request._replace(simt=True), grad_of, sums_to, sums_dtype)
-
-
-def _can_be_held(problem: Problem) -> bool:
-    """Whether a formula does not ask for the bias, and it is no wider than scores."""
-    asked = problem.formulas is not None and problem.formulas.score_mod
-    return problem.bias is not None and problem.bias.dtype.itemsize <= 4 and not asked

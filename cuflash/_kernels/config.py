@@ -136,9 +136,12 @@ class KernelConfig:
     _values: dict[str, Any]
 
     def __init_subclass__(cls) -> None:
-        parts = getattr(cls, "parts", {}).values()  # what kernels share may have none
+        named = getattr(cls, "parts", {})  # what kernels share may have none
+        parts = named.values()
         cls._names = tuple(name for part in parts for name in part._fields)
         cls._defaults = {n: value for part in parts for n, value in part._field_defaults.items()}
+        if both := named.keys() & set(cls._names):
+            raise TypeError(f"{cls.__name__}: {both} are parts and fields")
 
     def __init__(self, **values: Any) -> None:
         names, given = self._names, self._defaults | values
@@ -220,6 +223,11 @@ class KernelConfig:
     def own_rows(self) -> int:
         """Rows of a tile's results."""
         return self.cluster_blocks * int(getattr(self, self.owned))
+
+    @property
+    def leaves_parts(self) -> bool:
+        """Are its results those of parts of the keys, which another kernel combines?"""
+        return bool(self._values.get("split_keys") and not self._values.get("clusters"))
 
     @property
     def result_columns(self) -> int:

@@ -57,7 +57,7 @@ class ForwardNarrowConfig(narrow.NarrowConfig):
         problem = request.problem
         own = narrow.fields(cls, request) | _tile(request)._asdict()
         if split_keys.wanted(request):
-            own |= split_keys.fields(request)
+            own |= split_keys.fields(cls, request)
         config = cls(
             **own,
             sink=dtype_of(problem.sink),

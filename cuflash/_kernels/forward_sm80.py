@@ -11,7 +11,8 @@ from cuflash._kernels.score_config import dtype_of, needs_score_math
 from cuflash._kernels.tables import Row
 
 _PLACES_BYTES = 16  # of the rows of a key and its value in pages
-_TILE_ALIGNMENT = 128  # that the address of a table fills up
+_ADDRESS_BYTES = 8  # of their table, or a barrier
+_ALIGNMENT = 128  # of what lies in shared memory
 #: block_m, block_n, num_warps, blocks_per_sm, num_stages. Of float32 one stage of k and v: two
 #: would leave no room for the low parts of 3xTF32. The one stage of float64 with options was
 #: measured at 8192 keys alone.
@@ -28,9 +29,17 @@ ROWS = (
     Row("half, general", 64, ((64, 96, 4, 2, 2),)),
     Row("half, general", 96, ((64, 64, 4, 2, 2), (64, 32, 4, 2, 2))),
     Row("half, general", 128, ((64, 64, 4, 2, 2), (64, 32, 4, 2, 2))),
+    # Blocks that share an SM hide each other's loads.
+    *(Row("half, short", d, ((64, 64, 4, n, 1),), "D15") for d, n in ((16, 5), (32, 4), (64, 5))),
+    Row("half, short, 32 rows", 32, ((32, 64, 2, 6, 1),), "D15"),
+    Row("half, short, 32 rows", 64, ((32, 64, 2, 5, 2),), "D15"),
+    Row("half, clusters", 64, ((64, 64, 4, 2, 2),), "D196"),
+    Row("half, clusters, six warps", 64, ((96, 128, 6, 2, 2), (96, 64, 6, 2, 2)), "D196"),
     Row("half, few rows", 64, ((32, 96, 2, 4, 2), (32, 96, 2, 2, 2)), "D181"),
     Row("half, few rows, pages", 64, ((32, 64, 2, 5, 2), (32, 64, 2, 2, 2)), "D156"),
+    Row("half, few rows, clusters", 64, ((32, 64, 2, 4, 2), (32, 64, 2, 2, 2)), "D196"),
     Row("half, few rows", 128, ((32, 32, 2, 4, 2), (32, 32, 2, 2, 2)), "D181"),
+    Row("half, few rows, clusters", 128, ((32, 64, 2, 2, 2), (32, 32, 2, 2, 2)), "D196"),
     Row("half, few rows", 256, ((32, 16, 2, 4, 2), (32, 16, 2, 2, 2)), "D181"),
     Row("float32", 16, ((128, 32, 4, 2, 1),), "D161"),
     Row("float32", 32, ((128, 32, 4, 2, 1),), "D124"),
@@ -88,14 +97,18 @@ class ForwardConfig(KernelConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """The q tile, one or two stages of k and v; where rows in pages lie."""
+        """The q tile, one or two stages of k and v; where rows in pages lie; what is received."""
         own_columns = self.head_dim_v // self.split_columns
         streamed = self.tile_bytes(self.block_n, self.head_dim)
         streamed += self.tile_bytes(self.block_n, own_columns)
         stages = self.num_stages * self.operand_parts
-        places = (3 if self.simt else 2) * _PLACES_BYTES * self.block_n + _TILE_ALIGNMENT
-        in_order = self.tile_bytes(self.block_m, self.head_dim) + int(stages * streamed)
-        return in_order + places if self.paged else in_order
+        tiles = self.tile_bytes(self.block_m, self.head_dim) + int(stages * streamed)
+        places = (3 if self.simt else 2) * _PLACES_BYTES * self.block_n + _ADDRESS_BYTES
+        received = self.block_m + split_keys.MOST_CLUSTER_PARTS - 1
+        received *= self.real_bytes * (self.head_dim_v + 1)
+        received += -received % _ADDRESS_BYTES + _ADDRESS_BYTES
+        beside = (places * self.paged, received * self.clusters)
+        return tiles + sum(int(-(-size // _ALIGNMENT) * _ALIGNMENT) for size in beside)
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
@@ -105,7 +118,7 @@ class ForwardConfig(KernelConfig):
         general = needs_score_math(request.problem) or not own["scale_in_exponent"]
         general = general or request.problem.num_queries is not None
         if split_keys.wanted(request):
-            own |= split_keys.fields(request)
+            own |= split_keys.fields(cls, request)
         if own["paged"] or "split_keys" in own:
             general = general or split_keys.few(request.problem)  # narrower tiles (D181)
         held = portable.held(request)

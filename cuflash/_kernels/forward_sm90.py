@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Self
 
+import numpy as np
+
 from cuflash._kernels import look_ups, portable, split_keys, wgmma
 from cuflash._kernels.config import ELEMENT_BYTES, SCORED
 from cuflash._kernels.request import Request
@@ -77,6 +79,10 @@ ROWS = (
     Row("mask tiles", (80, 80), (128, 128, 2, 2, 4)),
     Row("mask tiles", (96, 96), (128, 128, 2, 2, 4)),
     Row("mask tiles", (128, 128), (128, 128, 2, 2, 4), "D8"),
+    # Where the tiles above spill: in few of these cases, of which some differ by compiler.
+    Row("all that takes registers", (128, 128), (128, 64, 2, 2, 0)),
+    Row("softcap, packed, offsets", (256, 256), (128, 32, 2, 1, 0)),
+    Row("bias of float16, parts", (128, 128), (128, 80, 2, 2, 0)),
     # Segments, whose ids are looked up for each key, or a left bound with packing or a bias.
     Row("crowded, packed", (128, 128), (128, 64, 2, 2, 0)),
     Row("crowded", (192, 128), (128, 64, 2, 1, 0)),
@@ -85,6 +91,7 @@ ROWS = (
 WIDEST_LOOK_UP = 128  # head size beside which shared memory has room for a mask or a bias
 _MASK_STAGES = 2
 _BIAS_BYTES = 4  # of a buffer's value times buffers
+_MOST_PRESSURE = 4  # of options beside which blocks of 128 keys fit, at head size 128
 _NARROW = 4096  # keys that one query sees
 _GAIN_OF_192_ROWS = 1.15
 
@@ -197,7 +204,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         fields = wgmma.fields(cls, request, ROWS, _holding(request, stages)) | stages
         # Thread blocks draw the tiles of packed sequences: none has one part of one tile.
         if split_keys.wanted(request) and problem.cu_seqlens_q is None:
-            fields |= split_keys.fields(request)
+            fields |= split_keys.fields(cls, request)
         if problem.pages is not None:
             size, block_n = problem.pages.size, fields["block_n"]
             if size % block_n and block_n % size:
@@ -244,19 +251,24 @@ def _holding(request: Request, stages: dict[str, int]) -> dict[str, bool]:
     full = "" if problem.window_right is not None else "full "
     return {
         "lengths": lengths or packed,
+        "offsets": problem.offset is not None,
+        "parts": split_keys.wanted(request) and not packed,
         "narrow window": narrow,
         "few rows": not folded or few_rows,
         "many rows": not few_rows,
         "few tiles": few_tiles,
         "short sequences": packed and not sink and not few_tiles,
         "score math": needs_score_math(problem),
+        "all that takes registers": register_pressure(problem) > _MOST_PRESSURE,
         f"{alone} alone": bool(alone),
         f"{full}{alone} alone": bool(alone),
         "measured": request.measured,
+        "softcap": problem.softcap is not None,
         "dropout": problem.dropout > 0,
         "packed": packed,
         "left bound": sliding,
         "bias": biased,
+        "bias of float16": biased and problem.bias.dtype == np.float16,
         "bias tiles": "bias_stages" in stages,
         "mask tiles": "mask_stages" in stages,
         "crowded": problem.segment_ids_q is not None

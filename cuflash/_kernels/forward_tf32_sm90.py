@@ -57,5 +57,5 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
         """The fastest of benchmarks/sweeps on an H100 SXM; two stages where they fit. (D39, D43)"""
         own = tf32_sm90.fields(cls, request, 128, 64) | {"sink": dtype_of(request.problem.sink)}
         if split_keys.wanted(request):
-            own |= split_keys.fields(request)
+            own |= split_keys.fields(cls, request)
         return tf32_sm90.staged(cls, request, own)

@@ -36,6 +36,7 @@ class Own(NamedTuple):
     split_queries: bool = False  # are the queries of a tile dealt out to several thread blocks?
     split_rows: bool = False  # even those of one batch entry?
     bias_stages: int = 0  # buffers of a bias in shared memory; 0: it is read where it lies
+    grad_bias: bool = False  # is the gradient of a bias, one pair's each, written as well?
 
 
 class AllGradientsConfig(wgmma.WarpgroupsConfig):
@@ -73,6 +74,26 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
         if not reason and pair != (smallest(ROWS, problem)[0] > WIDEST_ALONE):
             return "the other kernel of all gradients is for this head size"
         return reason
+
+    def check(self) -> None:
+        if self.grad_bias and not self.can_write_bias:
+            raise ValueError(f"{self.grad_bias=}: ds of a block is not the gradient of a bias")
+
+    @property
+    def can_write_bias(self) -> bool:
+        """Is ds the gradient of what is added to a score, wherever queries see blocks of keys?
+
+        Beside 128 columns bounds and slopes leave no registers to store it.
+        """
+        takes_registers = self.window_left or self.window_right or self.alibi_slopes != "none"
+        return (
+            self.cluster_blocks == 1
+            and not (self.head_dim > _WIDEST_CROWDED and takes_registers)
+            and self.bias == self.dtype
+            and not self.softcap
+            and not self.score_mod
+            and (self.segment_ids, self.cu_seqlens) == ("none", "none")
+        )
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:

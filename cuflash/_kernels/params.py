@@ -142,7 +142,7 @@ QUANTIZE = _struct(
     *_numbers("rows", "rows_of_block", "blocks"),
 )
 BACKWARD = _kernel(
-    ("dout", "q", "k", "v", "rows", "lse", "dq", "dk", "dv", "sums"),
+    ("dout", "q", "k", "v", "rows", "lse", "dq", "dk", "dv", "dbias", "sums"),
     "head_dim", "head_dim_v", "dq_sums", "row_parts", "part_blocks", "num_parts", turns=True,
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ of the keys follow from the shapes of arrays (``split_keys.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,7 +20,12 @@ import numpy as np
 from cuflash._errors import not_yet
 from cuflash._kernels.config import HEAD_DIMS, RESERVED_SMEM, KernelConfig, Precision
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import Floats, needs_score_math, score_config
+from cuflash._kernels.score_config import (
+    Floats,
+    needs_score_math,
+    register_pressure,
+    score_config,
+)
 from cuflash._kernels.tables import Row, tile_of
 from cuflash._problem.problem import HALVES, Problem
 
@@ -29,7 +34,11 @@ AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
 
 
+#: Padded head size up to which registers hold a bias beside the gradients of float32. (D161)
+WIDEST_HELD = 16
 ROWS_OF_TWO_WARPS = 32  # and of queries, one of each head of a group
+_SHORT, _SHORT_COLUMNS = 64, 64
+ROWS_OF_FOUR_WARPS = 64
 
 
 class Held(NamedTuple):
@@ -71,6 +80,39 @@ def padded(head_dim: int) -> int:
 def precision_of(problem: Problem) -> Precision:
     """TF32 is a permission that only float32 can take."""
     return "tf32" if problem.precision == "tf32" and problem.dtype == np.float32 else "ieee"
+
+
+def is_short(problem: Problem) -> bool:
+    """Whether one small tile holds the queries of an entry, one its keys, and a score is plain.
+
+    (D15) Beside other options registers do not last for so many blocks of threads on an SM.
+    """
+    options = (
+        problem.cu_seqlens_q, problem.window_left, problem.q_lengths, problem.kv_lengths,
+        problem.sink, problem.pages, problem.offset,
+    )  # fmt: skip
+    return (
+        max(problem.seqlen_q, problem.seqlen_k) <= _SHORT
+        and max(problem.head_dim, problem.head_dim_v) <= _SHORT_COLUMNS
+        and problem.dtype in HALVES
+        and not needs_score_math(problem)
+        and all(option is None for option in options)
+    )
+
+
+def can_hold_bias(problem: Problem) -> bool:
+    """Whether a formula does not ask for the bias, and it is no wider than scores."""
+    asked = problem.formulas is not None and problem.formulas.score_mod
+    return problem.bias is not None and problem.bias.dtype.itemsize <= 4 and not asked
+
+
+def holds_bias(request: Request, own: Mapping[str, Any]) -> bool:
+    """Whether each lane of a gradient of float32 holds the bias of its pairs: alone and narrow."""
+    problem = request.problem
+    narrow = max(own["head_dim"], own["head_dim_v"]) <= WIDEST_HELD
+    of_float32 = (own["dtype"], own["precision"], own["simt"]) == ("float32", "ieee", False)
+    alone = problem.segment_ids_q is None and not register_pressure(problem)
+    return narrow and of_float32 and alone and can_hold_bias(problem)
 
 
 def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
@@ -118,6 +160,11 @@ def candidates(
         and problem.cu_seqlens_q is None
         and (in_pages or own.get("split_keys", False)),
         "pages": in_pages,
+        "short": request.capability == 90 and is_short(problem),
+        "32 rows": problem.seqlen_q <= ROWS_OF_TWO_WARPS,
+        "held bias": own.get("holds_bias", False),
+        "clusters": own.get("clusters", False),
+        "six warps": problem.seqlen_q > ROWS_OF_FOUR_WARPS,
     }
     tiles = tile_of(rows, holding, max(own["head_dim"], own["head_dim_v"]))
     names = kernel.tunables or TUNABLES
@@ -195,6 +242,7 @@ class Forward(NamedTuple):
     num_stages: int = 2  # buffers of k and of v
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
     overlaps: bool = False  # does the kernel that combines them start meanwhile?
+    clusters: bool = False  # or are these blocks a cluster, which combines them?
     paged: bool = False  # do keys and values lie in pages, which a table puts in order?
 
 
@@ -226,6 +274,12 @@ def kv_fields(problem: Problem, names: str) -> dict[str, bool]:
         "grad_k": "k" in names,
         "grad_v": "v" in names,
     }
+
+
+class HeldBias(NamedTuple):
+    """Kernels of gradients that may read a bias ahead of the pairs that it is added to."""
+
+    holds_bias: bool = False  # does each lane hold the bias of its pairs of a block?
 
 
 class Partners(NamedTuple):

@@ -1,6 +1,7 @@
 """Into how many parts are the keys of a forward split? By array shapes and the device alone.
 
-One thread block computes each part of each tile, and ``forward_combine.cu`` makes the parts one.
+One thread block computes each part of each tile, and ``forward_combine.cu`` makes the parts one; a
+few that are a cluster do so by themselves.
 The parts are whole blocks of keys at places that follow from the arrays' extents, so that neither
 lengths on a device nor what else runs there changes the bits of a row; of a packed sequence, from
 its own length too.
@@ -11,11 +12,15 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from cuflash._kernels import portable
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.request import Request
-from cuflash._problem.problem import Problem
+from cuflash._kernels.score_config import needs_score_math, scale_in_exponent
+from cuflash._problem.float8 import E4M3
+from cuflash._problem.problem import HALVES, Problem
 
-FEW_ROWS = 64  # of a tile of one query each of a few heads
+FEW_ROWS = portable.ROWS_OF_FOUR_WARPS  # of a tile of one query each of a few heads
+MOST_CLUSTER_PARTS = 8  # thread blocks of a cluster that every device with clusters can run at once
 
 
 class Bounds(NamedTuple):
@@ -36,11 +41,25 @@ class Bounds(NamedTuple):
 BOUNDS = Bounds(2048, 512, 8, 256, 16, 64, 4096, 256, 32)
 
 
+class InClusters(NamedTuple):
+    """Which keys are split among a cluster, for so many rows."""
+
+    rows: int  # at most
+    fewest: int
+    most: int
+
+
+#: The second at head size 64 in 16 bits, without options of scores and sink. (D196)
+IN_CLUSTERS = (InClusters(FEW_ROWS, 512, 2048), InClusters(96, 2048, 4096))
+
+
 def wanted(request: Request) -> bool:
     """Whether keys are many, and tiles leave half of the SMs idle or lengths may differ."""
     problem, bounds = request.problem, BOUNDS
     if problem.joins or not request.num_sms:
         return False
+    if in_clusters(request):
+        return True
     in_pages = problem.pages is not None and few(problem)
     fewest = bounds.fewest_in_pages if in_pages else bounds.fewest
     if problem.seqlen_k < max(fewest, bounds.of_a_row * problem.seqlen_q):
@@ -51,12 +70,44 @@ def wanted(request: Request) -> bool:
     return bool(2 * tiles <= request.num_sms or _is_ragged(problem))
 
 
+def in_clusters(request: Request) -> bool:
+    """Whether the thread blocks of a tile are a cluster, which combines its parts.
+
+    They are where all tiles run at once, a thread block on each SM.
+    """
+    problem, bounds = request.problem, IN_CLUSTERS[not few(request.problem)]
+    if request.capability < 90 or not request.tensor_maps or request.simt:
+        return False
+    if problem.dtype == E4M3:  # until it is dequantised
+        return False
+    columns = portable.padded(problem.head_dim_v)
+    if bounds.rows > FEW_ROWS and (
+        problem.dtype not in HALVES
+        or max(columns, portable.padded(problem.head_dim)) != 64
+        or needs_score_math(problem)
+        or not scale_in_exponent(problem)
+        or problem.sink is not None
+        or problem.pages is not None
+    ):
+        return False
+    received = bounds.rows * columns * problem.lse_dtype.itemsize
+    return bool(
+        problem.seqlen_q <= bounds.rows
+        and bounds.fewest <= problem.seqlen_k <= bounds.most
+        and problem.cu_seqlens_q is None
+        and MOST_CLUSTER_PARTS * math.prod(problem.batch) <= request.num_sms
+        and columns <= portable.held(request).out_general
+        and 3 * received <= request.smem_limit
+    )
+
+
 def suits(kernel: type[KernelConfig], request: Request) -> bool:
     """Whether a kernel is the one for parts of keys: few rows leave tiles of others half empty.
 
     (D180)
     """
-    return kernel.splits_keys and (kernel.of_few_rows or not few(request.problem))
+    of_few_rows = few(request.problem) or in_clusters(request)
+    return kernel.splits_keys and (kernel.of_few_rows or not of_few_rows)
 
 
 def few(problem: Problem) -> bool:
@@ -65,8 +116,10 @@ def few(problem: Problem) -> bool:
     return bool(problem.seqlen_q <= FEW_ROWS * (1 if packed is None else packed.shape[0] - 1))
 
 
-def fields(request: Request) -> dict[str, Any]:
+def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
     """Fields of a kernel for parts of keys, of which out is as exact as lse."""
+    if kernel.of_few_rows and in_clusters(request):
+        return {"split_keys": True, "clusters": True}
     exact = {"split_keys": True, "out_dtype": request.problem.lse_dtype.name}
     return exact | {"overlaps": request.capability >= 90}
 
@@ -91,6 +144,8 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     parts = config.blocks_per_sm * num_sms // max(tiles, 1)
     if _is_ragged(problem):
         parts = max(parts, -(-problem.seqlen_k // bounds.most_of_ragged))
+    if not config.leaves_parts:
+        most = min(most, MOST_CLUSTER_PARTS)
     parts = max(1, min(parts, most, bounds.most_parts))
     return int(-(-blocks // -(-blocks // parts)))
 

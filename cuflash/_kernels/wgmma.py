@@ -55,6 +55,12 @@ def against_broadcast(request: Request) -> str:
     return "q is broadcast, and its gradient a sum over batch entries" if broadcast else ""
 
 
+def leaves_tiles_empty(problem: Problem) -> str:
+    """Why no kernel for 16 bits is chosen by itself, though it may serve."""
+    short = portable.is_short(problem) and not problem.joins
+    return "so few queries and keys leave most of a tile of Hopper's kernels empty" if short else ""
+
+
 def widest(problem: Problem) -> int:
     """The larger head size."""
     return max(problem.head_dim, problem.head_dim_v)

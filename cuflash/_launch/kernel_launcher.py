@@ -18,23 +18,24 @@ _LIMIT = 64  # of the arguments that one launcher keeps; a kilobyte each
 _COUNTER = struct.Struct("<Q56x")  # its address, and room up to the alignment of the maps
 
 
-#: CUlaunchAttribute: its id, and a value of 64 bytes. The kernel may start early.
-_EARLY = ctypes.create_string_buffer(struct.pack("<i4xi60x", 6, 1))
+CLUSTER = 4  # id of a CUlaunchAttribute, whose value has 64 bytes: extents
+_CLUSTER = struct.Struct("<i4x3I52x")
+_EARLY = struct.pack("<i4xi60x", 6, 1)  # the kernel may start early
 _LAUNCH = struct.Struct("<7I4xQQI4x")  # CUlaunchConfig: grid, block, bytes, stream, attributes
 
 
-def extended_launch(kernel: Kernel, grid: int) -> Callable[[int, int, int], None] | None:
-    """``launchKernel`` of a kernel that may start while the stream's last kernel still runs.
-
-    None where the driver has no cuLaunchKernelEx.
-    """
+def extended_launch(
+    kernel: Kernel, grid: int, attribute: bytes
+) -> Callable[[int, int, int], None] | None:
+    """``launchKernel`` of a kernel with an attribute; None where there is no cuLaunchKernelEx."""
     launch = function("cuLaunchKernelEx")
     if launch is None:
         return None
     sizes = (grid, 1, 1, kernel.num_threads, 1, 1, kernel.smem_bytes)
+    attributes = ctypes.create_string_buffer(attribute)
 
     def run(stream: int, argument: int, _: int) -> None:
-        packed = _LAUNCH.pack(*sizes, stream, ctypes.addressof(_EARLY), 1)
+        packed = _LAUNCH.pack(*sizes, stream, ctypes.addressof(attributes), 1)
         if status := launch(packed, kernel.pointer, argument, None):
             raise driver.CUDADriverError(status)
 
@@ -47,7 +48,8 @@ class KernelLauncher:
     The argument is the parameter struct: pointers in the order of ``names``, the bytes of
     ``params``, and for Hopper's kernels the tensor maps and the address of a tile counter.
     ``offsets`` move the pointers of each launch where one grid does not hold all batch entries.
-    ``overlaps``: the kernel may start while the stream's last kernel still runs.
+    ``overlaps``: the kernel may start while the stream's last kernel still runs. ``cluster`` thread
+    blocks run at the same time.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class KernelLauncher:
         drawn_on: int | None = None,
         *,
         overlaps: bool = False,
+        cluster: int = 1,
     ) -> None:
         self.kernel = kernel  # stays loaded
         self.grid = grid
@@ -74,8 +77,9 @@ class KernelLauncher:
             driver.launchKernel, kernel.pointer, grid, 1, 1, kernel.num_threads, 1, 1,
             kernel.smem_bytes,
         )  # fmt: skip
-        if overlaps and (extended := extended_launch(kernel, grid)) is not None:
-            self._launch = extended
+        attribute = _CLUSTER.pack(CLUSTER, cluster, 1, 1) if cluster > 1 else _EARLY
+        if overlaps or cluster > 1:
+            self._launch = extended_launch(kernel, grid, attribute) or self._launch
 
     def run(self, pointers: tuple[int, ...], stream: int, captured: bool = False) -> None:
         """Launch on ``stream``; ``pointers`` are of the first ``names``, 0 where there is none."""

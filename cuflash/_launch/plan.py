@@ -69,7 +69,7 @@ def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
             tiles = num_tiles(problem, problem.seqlen_q, config.own_rows)
             summed = problem.q.summed if config.computes == "dq" else summed
             streamed = problem.seqlen_k * row
-    if getattr(config, "split_keys", False) or config.computes == "combine":
+    if config.leaves_parts or config.computes == "combine":
         parts = parts_layouts(problem, step.splits)
         layouts = {**layouts, **parts}
         if config.computes == "out":
@@ -79,6 +79,8 @@ def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
         layouts = {**layouts, "sums": own}
     elif config.computes in ("dqkv", "convert"):
         layouts = {**layouts, "sums": dq_sums_layout(problem, config)}
+        if config.grad_bias:
+            layouts["dbias"] = layouts[sums_of("bias")]
     absent = Layout(1, (0,) * len(problem.batch))
     names = kernel_params.pointer_names(kernel_params.STRUCTS[config.params])
     operands = {name: layouts.get(name, absent) for name in names}
@@ -144,8 +146,9 @@ def plan_launch(
                 raise AssertionError(f"{name}: {layouts[name].itemsize} bytes, not {dtype}")
     filled = np.zeros(1, struct)[0]
     owners, entries = grid.num_owners, grid.entries_per_owner
+    cluster = step.splits if getattr(config, "clusters", False) else 1  # computes one tile
     if config.computes == "out":
-        owners *= step.splits
+        owners *= step.splits // cluster
     elif "dq_sums" in (struct.names or ()):
         filled["dq_sums"], filled["num_parts"] = step.dq_sums, step.splits
         if config.computes == "dqkv":
@@ -164,7 +167,7 @@ def plan_launch(
         filled["num_splits"] = step.splits
     if getattr(config, "split_keys", False):
         filled["part_keys"] = split_keys.part_keys(problem, config, step.splits)
-    blocks = tiles * owners * getattr(config, "split_columns", 1)
+    blocks = tiles * owners * getattr(config, "split_columns", 1) * cluster
     if "score" in (struct.names or ()):
         filled["head_dim"] = problem.head_dim
         score_params.fill(filled["score"], problem)
@@ -197,6 +200,7 @@ def plan_launch(
         maps=maps,
         drawn_on=drawn_on,
         overlaps=config.computes == "combine" and config.overlaps,
+        cluster=cluster,
     )
 
 
@@ -204,12 +208,14 @@ def _operand_of(step: LaunchStep, pointer: str) -> str:
     """Which operand a pointer of a kernel is given."""
     if pointer == "sums" and step.sums is not None:
         return sums_of(step.gradient)
+    if pointer == "dbias" and getattr(step.config, "grad_bias", False):
+        return sums_of("bias")
     adds_parts = step.config.computes == "parts"
     if (adds_parts and pointer == "sums") or (
         getattr(step.config, "split_queries", False) and pointer == "dk"
     ):
         return "dkv_parts"
-    if getattr(step.config, "split_keys", False) and pointer in ("out", "lse"):
+    if step.config.leaves_parts and pointer in ("out", "lse"):
         return f"{pointer}_parts"
     return pointer
 

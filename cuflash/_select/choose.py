@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash._errors import NoKernel, problem_with
-from cuflash._kernels import fused_backward, split_keys, split_queries
+from cuflash._kernels import fused_backward, split_keys, split_queries, wgmma
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.backward_delta import DeltaConfig
@@ -128,6 +128,10 @@ def _forward(call: _Call, override: KernelConfig | None) -> list[LaunchStep]:
         return [LaunchStep(config)]
     problem = call.request.problem
     parts = split_keys.parts_of(problem, config, call.request.num_sms)
+    if not config.leaves_parts and parts == 1:
+        config = config.replace(split_keys=False, clusters=False)
+    if not config.leaves_parts:
+        return [LaunchStep(config, splits=parts)]
     combining = CombineConfig.after(config, problem.out.dtype.name)
     return [LaunchStep(config, splits=parts), LaunchStep(combining, splits=parts)]
 
@@ -141,19 +145,24 @@ def _backward(
     out_dtype = wanted.out_dtype or problem.dtype
     delta = DeltaConfig.of(problem, out_dtype, out_bytes, grad_lse=wanted.grad_lse)
     steps = [LaunchStep(delta)]
-    fused = _fused(call, names, override)
+    sums = {
+        name: score_sums(problem, name, wanted.shapes[name], request.num_sms)
+        for name in SUMMED if name in names
+    }  # fmt: skip
+    fused: Any = _fused(call, names, override)
     if fused is not None:
+        if "bias" in sums and sums["bias"].is_of_single_pairs(problem) and fused.can_write_bias:
+            fused = fused.replace(grad_bias=True)
+            del sums["bias"]
         steps += _in_one_pass(fused, request)
     else:
         if request.keys:
             steps += map(LaunchStep, _chosen("dkv", call, override.kv))
         if "q" in names:
             steps += map(LaunchStep, _chosen("dq", call, override.q))
-    for name in SUMMED:
-        if name in names:
-            sums = score_sums(problem, name, wanted.shapes[name], request.num_sms)
-            config = BackwardScoreConfig.of(request, name, sums.sums_to, sums.dtype)
-            steps.append(LaunchStep(config, name, sums))
+    for name, own in sums.items():
+        config = BackwardScoreConfig.of(request, name, own.sums_to, own.dtype)
+        steps.append(LaunchStep(config, name, own))
     return steps
 
 
@@ -208,6 +217,8 @@ def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ker
         if joins and not kernel.joins_results:
             continue
         if splits and not split_keys.suits(kernel, request):
+            continue
+        if override is None and kernel.for_sm90 and wgmma.leaves_tiles_empty(request.problem):
             continue
         if kernel.eligible(request) or (request.problem.pages and not kernel.reads_pages):
             continue

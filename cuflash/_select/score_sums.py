@@ -38,6 +38,11 @@ class ScoreSums(NamedTuple):
         """Is nothing left to do with them: does the kernel write the gradient itself?"""
         return self.dtype != "none"
 
+    def is_of_single_pairs(self, problem: Problem) -> bool:
+        """Is each the gradient of one pair's score, in the dtype of q, and none a sum?"""
+        added = any(own and n > 1 for own, n in zip(self.summed, problem.batch, strict=True))
+        return self.sums_to == "pairs" and self.dtype == problem.dtype.name and not added
+
     def layout(self) -> Layout:
         """Where the sums of a batch entry lie."""
         steps = [self.itemsize * math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]

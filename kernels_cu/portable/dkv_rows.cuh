@@ -76,6 +76,8 @@ CUFLASH_DEVICE void compute_p_ds(Real (&s_acc)[slices][tiles][4], Real (&dp_acc)
       const int kv_idx = lane_key + 16 * s + 8 * half;
       // Relative to this lane's first column, so that columns are compared as constants.
       const Range seeing = score.q_range(kv_idx, kv_idx + 1).relative_to(lane_row);
+      Score::HeldBias<tiles> bias;
+      if constexpr (Config::holds_bias) bias = score.bias_of_key<tiles>(kv_idx, lane_row);
       ColumnBits segment;
       if constexpr (masked) segment = score.segment_of_key<tiles>(kv_idx, lane_row, seeing);
 #pragma unroll
@@ -90,7 +92,7 @@ CUFLASH_DEVICE void compute_p_ds(Real (&s_acc)[slices][tiles][4], Real (&dp_acc)
           const bool visible =
               !masked || (seeing.contains(8 * t + i) && segment.contains(t, i) &&
                           unmasked[half].contains(t, i) && score.formula_shows(q_idx, kv_idx));
-          const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+          const Real logit = score.apply_held(visible, product, bias, t, i, q_idx, kv_idx);
           value = power(score.probability_exponent(logit, lse));
           if constexpr (Config::grad_k) {
             const Real delta = i == 0 ? pair.first_delta : pair.second_delta;
@@ -98,7 +100,7 @@ CUFLASH_DEVICE void compute_p_ds(Real (&s_acc)[slices][tiles][4], Real (&dp_acc)
             const Real dp = kept.contains(s, t, 2 * half + i) ? ds * scale : 0;
             ds = value * (dp - delta) * score.derivative_at(logit, product, q_idx, kv_idx);
             // An invisible value may be NaN: zero times it would not do.
-            if (masked && logit == -infinity()) ds = 0;
+            if ((masked || Config::holds_bias) && logit == -infinity()) ds = 0;
           }
           if (!kept.contains(s, t, 2 * half + i)) value = 0;
         }

@@ -51,17 +51,19 @@ CUFLASH_DEVICE void compute_ds(Real (&s_acc)[slices][tiles][4],
   unrolled<slices, 2>([&](int s, int half) {
     const int q_idx = lane_row + 16 * s + 8 * half;
     const SeenColumns<masked, tiles> seen(score, q_idx, lane_key);
+    Score::HeldBias<tiles> bias;
+    if constexpr (Config::holds_bias) bias = score.bias_of_row<tiles>(q_idx, lane_key);
     unrolled<tiles, 2>([&](int t, int i) {
       Real& value = s_acc[s][t][2 * half + i];
       const Real product = value;
       const int kv_idx = lane_key + 8 * t + i;
       const bool visible = seen.contains(t, i);
-      const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+      const Real logit = score.apply_held(visible, product, bias, t, i, q_idx, kv_idx);
       const Real p = power(score.probability_exponent(logit, rows[s][half].lse));
       const Real ds = p * (dp_acc[s][t][2 * half + i] - rows[s][half].delta);
       value = ds * score.derivative_at(logit, product, q_idx, kv_idx);
       // An invisible value may be NaN: zero times it would not do.
-      if (masked && logit == -infinity()) value = 0;
+      if ((masked || Config::holds_bias) && logit == -infinity()) value = 0;
     });
   });
 }

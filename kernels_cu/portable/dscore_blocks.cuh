@@ -82,8 +82,8 @@ struct Work {
 // The bias of this thread block's pairs, where all entries of the owner share it: sums are of what
 // is broadcast along them. Absent where it is read pair by pair.
 constexpr bool holds_bias = Config::holds_bias;
-static_assert(!holds_bias || (Config::grad_of == GradOf::bias && !packed && packs_operands),
-              "one matrix for all entries, and registers beside operands of 16 bits");
+static_assert(!holds_bias || (Config::grad_of == GradOf::bias && !packed && !Config::simt),
+              "one matrix for all entries");
 struct HeldBias {
   Score::BiasOf<holds_bias ? tiles : 1> of_row[slices][2];
 
@@ -237,6 +237,8 @@ struct EntriesOfPairs {
       if (next < num_entries) load(next, stage ^ 1);
       ptx::cp_async_commit();
       ptx::cp_async_wait<1>();
+      split(smem.operands[stage].k);
+      split(smem.operands[stage].v);
       __syncthreads();  // this entry's are there
       const Score score(params.score, entry(index));
       add_loaded(params, smem.operands[stage], entry(index), score, bias, first_row, first_key,

@@ -60,19 +60,16 @@ struct TileWalk {
 
 // out and lse of the rows of the `warp`th warp; rows that saw nothing become +0 and
 // lse_without_keys.
-template <int slices, int out_tiles>
+template <int slices, int out_tiles, typename Target = CallersRows>
 CUFLASH_DEVICE void store_rows(const ForwardParams& params, int warp, WarpSoftmax<slices>& softmax,
-                               const Real (&o_acc)[slices][out_tiles][4]) {
-  const Work work = Work::of_this_block(params);
+                               const Real (&o_acc)[slices][out_tiles][4], const Work& work,
+                               const Target to = {}) {
   const KeyPart part = KeyPart::of_this_block(params);
   const Score score(params.score, work.entry, part.keys);
   const int first_q = score.seqlen.first_q;
-  const RowTarget out(part.out(params), params.out_layout, work.entry, first_q, params.head_dim_v,
-                      Config::head_dim_v);
-  const int64_t lse_offset =
-      work.entry * params.lse_layout.batch + first_q * params.lse_layout.row + part.index;
+  const auto out = to.pairs(params, work.entry, first_q);
   softmax.finish();
-  uint32_t unsure[slices];
+  uint32_t unsure[slices], broken[slices];  // each row goes to its target once
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
     bool marks[2];
@@ -82,33 +79,37 @@ CUFLASH_DEVICE void store_rows(const ForwardParams& params, int warp, WarpSoftma
       marks[half] = is_unsure(score, reference, softmax.row_sum[s][half]);
     }
     unsure[s] = marked_rows(marks[0], marks[1]);
+    broken[s] = non_finite_rows(o_acc[s]) | unsure[s];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int q_idx = work.first_row + warp * 16 * slices + fragment_row(s, 2 * half);
       if (q_idx >= score.seqlen.rows_q) continue;
-      const bool hidden = q_idx >= score.seqlen.q || softmax.row_sum[s][half] == 0;
+      const int row = fragment_row(0, 2 * half);
+      const bool exists = q_idx < score.seqlen.q;
+      const bool hidden = !exists || softmax.row_sum[s][half] == 0;
       const RowEnd end = end_of_sum(score, work.entry, softmax.reference(score, s, half),
                                     softmax.row_sum[s][half]);
       const Real factor = kept_scale(params.score) * end.weight / end.sum;
 #pragma unroll
       for (int t = 0; t < out_tiles; ++t) {
+        if (exists && broken[s] >> row & 1) break;
         out.store_pair(q_idx, fragment_column(t, 0), hidden ? 0 : o_acc[s][t][2 * half] * factor,
                        hidden ? 0 : o_acc[s][t][2 * half + 1] * factor);
       }
-      const bool has_lse = params.lse != nullptr && first_own_column(Config::head_dim_v) == 0;
-      if (has_lse && lane_index() % 4 == 0) {
-        params.lse[lse_offset + q_idx * params.lse_layout.row] =
-            hidden ? score.lse_without_keys(work.entry, q_idx) : end.lse;
+      if (exists && unsure[s] >> row & 1) continue;
+      if (first_own_column(Config::head_dim_v) == 0 && lane_index() % 4 == 0) {
+        const Real lse = hidden ? score.lse_without_keys(work.entry, q_idx) : end.lse;
+        to.store_lse(params, work.entry, first_q, q_idx, lse);
       }
     }
   }
-  __syncwarp();  // a row was written by four lanes, and an exact one by all
+  __syncwarp();  // an exact row is written by all lanes
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
     const int first_row = work.first_row + warp * 16 * slices + 16 * s;
-    for_each_bit(non_finite_rows(o_acc[s]) | unsure[s], [&](int row) {
+    for_each_bit(broken[s], [&](int row) {
       if (first_row + row < score.seqlen.q) {
-        recompute_out(params, work.entry, first_row + row, unsure[s] >> row & 1);
+        recompute_out(params, work.entry, first_row + row, unsure[s] >> row & 1, to);
       }
     });
   }

@@ -1,22 +1,22 @@
-// Two thread blocks that run at the same time, and reach each other's shared memory.
+// Thread blocks that run at the same time, and reach each other's shared memory.
 #pragma once
 
 #include "config.cuh"
 
 namespace cuflash::ptx {
 
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-cluster-ctarank
-CUFLASH_DEVICE uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
 // All threads of the cluster meet; what each wrote before is visible to all.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-barrier-cluster
 CUFLASH_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
+
+// The same in two steps, of which the first says nothing of what was written: with `.release` it
+// would wait for global memory (MEMBAR.ALL.GPU).
+CUFLASH_DEVICE void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+CUFLASH_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // Where `smem`, an address of this thread block, lies in that of this rank.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
@@ -40,6 +40,36 @@ CUFLASH_DEVICE void mbarrier_arrive_in_cluster_if(uint32_t barrier, bool mine) {
       "{.reg .pred p; setp.ne.b32 p, %1, 0; "
       "@p mbarrier.arrive.shared::cluster.b64 _, [%0];}" ::"r"(barrier),
       "r"(static_cast<int>(mine))
+      : "memory");
+}
+
+// One number, or two neighbours, to another thread block, counted on its `barrier`; addresses as
+// shared_address_of gives them.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st-async
+CUFLASH_DEVICE void send_in_cluster(uint32_t to, uint32_t barrier, float x) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %2, [%1];" ::"r"(to),
+      "r"(barrier), "f"(x)
+      : "memory");
+}
+CUFLASH_DEVICE void send_in_cluster(uint32_t to, uint32_t barrier, double x) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f64 [%0], %2, [%1];" ::"r"(to),
+      "r"(barrier), "d"(x)
+      : "memory");
+}
+CUFLASH_DEVICE void send_in_cluster(uint32_t to, uint32_t barrier, float x, float y) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];" ::"r"(
+          to),
+      "r"(barrier), "f"(x), "f"(y)
+      : "memory");
+}
+CUFLASH_DEVICE void send_in_cluster(uint32_t to, uint32_t barrier, double x, double y) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%2, %3}, [%1];" ::"r"(
+          to),
+      "r"(barrier), "d"(x), "d"(y)
       : "memory");
 }
 

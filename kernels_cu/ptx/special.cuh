@@ -21,4 +21,22 @@ CUFLASH_DEVICE int thread_index() {
   return index;
 }
 
+// Which cluster of thread blocks this one belongs to, at which place, and how many there are in it.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-clusterid
+CUFLASH_DEVICE int cluster_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+CUFLASH_DEVICE uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+CUFLASH_DEVICE int cluster_size() {
+  int size;
+  asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+  return size;
+}
+
 }  // namespace cuflash::ptx

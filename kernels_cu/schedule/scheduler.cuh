@@ -37,7 +37,10 @@ struct BatchIndex {
 
 // Index of the tile of this thread block, and which of its result's columns are its own, or its
 // warp's: partners' follow each other.
-CUFLASH_DEVICE int tile_index() { return ptx::block_index() / Config::split_columns; }
+CUFLASH_DEVICE int tile_index() {
+  if constexpr (Config::clusters) return ptx::cluster_index();
+  return ptx::block_index() / Config::split_columns;
+}
 
 constexpr int own_parts = Config::split_columns * Config::partners;
 
@@ -129,6 +132,8 @@ CUFLASH_DEVICE Place place_of(const Packing& packing, int rank) {
 // sections of one owner keep the tiles that stream the same operands next to each other. The last
 // section takes what is left, since a small one would end in a tail.
 CUFLASH_DEVICE Tile tile_of(const Grid& grid, int index) {
+  // A division takes longer than a multiprocessor's share of some calls of few queries.
+  if (Config::split_keys && grid.num_blocks == 1) return {0, index};
   const int section_tiles = grid.owners_per_section * grid.num_blocks;
   const int last_section = grid.num_owners / grid.owners_per_section - 1;
   const int section = min(index / section_tiles, last_section);

@@ -48,9 +48,10 @@ struct RowTile : OwnedTile {
   }
 };
 
-// The keys of a thread block: all, or where a tile's keys are split among several a part of whole
-// blocks, part_keys long. Of packed sequences, which differ in length, parts are doubled until
-// num_splits of them hold the sequence. The extents of the arrays alone decide where parts lie.
+// The keys of a thread block: all, or where a tile's keys are split among several, of a cluster or
+// not, a part of whole blocks, part_keys long. Of packed sequences, which differ in length, parts
+// are doubled until num_splits of them hold the sequence. The extents of the arrays alone decide
+// where parts lie.
 template <bool split>
 struct PartOfTile {
   static constexpr int index = 0;
@@ -66,7 +67,7 @@ struct PartOfTile<true> {
   Range keys;
 
   CUFLASH_DEVICE static PartOfTile of_this_block(const ForwardParams& params) {
-    const int index = tile_of(params.grid, tile_index()).owner % params.num_splits;
+    const int index = part_index(params);
     int keys = params.part_keys;
     if constexpr (Config::cu_seqlens != Dtype::none) {
       const int sequence = RowTile::of_this_block(params).sequence;
@@ -77,11 +78,17 @@ struct PartOfTile<true> {
     return {index, {index * keys, (index + 1) * keys}};
   }
   CUFLASH_DEVICE static int owner(const ForwardParams& params, int owner) {
-    return owner / params.num_splits;
+    return Config::clusters ? owner : owner / params.num_splits;
   }
   // Of a row there are the results of all parts, one after the other.
   CUFLASH_DEVICE void* out(const ForwardParams& params) const {
     return static_cast<Real*>(params.out) + index * params.head_dim_v;
+  }
+
+ private:
+  CUFLASH_DEVICE static int part_index(const ForwardParams& params) {
+    if constexpr (Config::clusters) return ptx::cluster_rank();
+    return tile_of(params.grid, tile_index()).owner % params.num_splits;
   }
 };
 using KeyPart = PartOfTile<Config::split_keys>;

@@ -190,6 +190,17 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     }
   }
 
+  // The same where a lane holds the bias of its pairs, of which this is one.
+  template <typename HeldBias>
+  CUFLASH_DEVICE Real apply_held(bool visible, Real score, const HeldBias& bias, int t, int i,
+                                 int q_idx, int kv_idx) const {
+    if constexpr (Config::holds_bias) {
+      return apply_if(visible, score, bias(t, i), q_idx, kv_idx);
+    } else {
+      return visible ? apply(score, q_idx, kv_idx) : -infinity();
+    }
+  }
+
   CUFLASH_DEVICE Real bias(int q_idx, int kv_idx) const {
     if constexpr (Config::bias == Dtype::none) return 0;
     const Layout& layout = params.bias_layout;
@@ -205,6 +216,8 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
 
   template <int tiles>
   using BiasOf = PairValues<Config::bias, tiles>;
+  template <int tiles>  // no more than a name where nothing is held
+  using HeldBias = PairValues<Config::holds_bias ? Config::bias : Dtype::none, tiles>;
 
   // The bias of one row at the columns that a lane holds from `first_key` on, or of one key at the
   // rows. Asked for by a whole warp.

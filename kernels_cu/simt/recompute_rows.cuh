@@ -159,19 +159,38 @@ CUFLASH_DEVICE RowEnd exact_end(const Score& score, const BatchIndex& entry, Rea
   }
 }
 
-// Where recompute_out puts a row: into the caller's array.
-struct CallersRow {
+// Where rows of out and lse go: into the caller's arrays, or those of parts.
+struct CallersRows {
+  // For pairs of columns of any row.
+  CUFLASH_DEVICE RowTarget pairs(const ForwardParams& params, const BatchIndex& entry,
+                                 int first_q) const {
+    return {KeyPart::of_this_block(params).out(params),
+            params.out_layout,
+            entry,
+            first_q,
+            params.head_dim_v,
+            Config::head_dim_v};
+  }
+
+  CUFLASH_DEVICE void store_lse(const ForwardParams& params, const BatchIndex& entry, int first_q,
+                                int q_idx, Real lse) const {
+    if (params.lse != nullptr) *lse_of_row(params, entry, first_q + q_idx) = lse;
+  }
+
+  CUFLASH_DEVICE static Real* lse_of_row(const ForwardParams& params, const BatchIndex& entry,
+                                         int row) {
+    return params.lse + entry * params.lse_layout.batch + row * params.lse_layout.row +
+           KeyPart::of_this_block(params).index;
+  }
+
   CUFLASH_DEVICE void store(const ForwardParams& params, const BatchIndex& entry, int q_idx,
                             const VColumns& o, Real factor) const {
-    const Seqlen seqlen(params.score, entry);
-    o.store(RowTarget(KeyPart::of_this_block(params).out(params), params.out_layout, entry,
-                      seqlen.first_q, params.head_dim_v, Config::head_dim_v),
-            q_idx, factor);
+    o.store(pairs(params, entry, Seqlen(params.score, entry).first_q), q_idx, factor);
   }
 };
 
 // One row of out, and lse where that was not to be relied on, either.
-template <typename Target = CallersRow>
+template <typename Target = CallersRows>
 __device__ __noinline__ void recompute_out(const ForwardParams& params, const BatchIndex entry,
                                            int q_idx, bool writes_lse, const Target to = {}) {
   const KeyPart part = KeyPart::of_this_block(params);
@@ -214,10 +233,8 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
   factor *= row_sum / end.sum;
   factor = row_sum == 0 ? 0 : factor;
   Real lse = row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
-  Real* const lse_there = params.lse + entry * params.lse_layout.batch +
-                          (first_q + q_idx) * params.lse_layout.row + part.index;
   if constexpr (Config::joins) {
-    const Joined joined(*lse_there, lse);
+    const Joined joined(*to.lse_of_row(params, entry, first_q + q_idx), lse);
     const Real* there = params.so_far + entry * params.so_far_layout.batch +
                         (first_q + q_idx) * params.so_far_layout.row;
     o.join(factor * joined.now, joined.before, there, params.head_dim_v);
@@ -226,7 +243,7 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
     __syncwarp();  // all lanes have read
   }
   to.store(params, entry, q_idx, o, factor);
-  if (writes_lse && params.lse != nullptr && lane_index() == 0) *lse_there = lse;
+  if (writes_lse && lane_index() == 0) to.store_lse(params, entry, first_q, q_idx, lse);
 }
 
 // One row of dq, summed over the batch entries of its owner.

@@ -13,9 +13,11 @@ using OutElement = Storage<Config::out_dtype>;
 
 // ------------------------------------------------------------------------------------ by TMA
 // A row of the tile in which results are staged.
-struct StagedRow {
+struct StagedRow : CallersRows {
   SharedMemory::QTile& tile;
   int row;
+
+  CUFLASH_DEVICE StagedRow(SharedMemory::QTile& to, int row_of_tile) : tile(to), row(row_of_tile) {}
 
   CUFLASH_DEVICE void store(const ForwardParams&, const BatchIndex&, int, const VColumns& o,
                             float factor) const {

@@ -58,7 +58,7 @@ struct BlockPlaces {
   CUFLASH_DEVICE const RowSource& of_v(const RowSource& rows, int) const { return rows; }
 };
 template <>
-struct BlockPlaces<true> {
+struct alignas(128) BlockPlaces<true> {
   int64_t k_places[place_buffers][Config::block_n], v_places[place_buffers][Config::block_n];
   const int32_t* numbers;  // of the pages of the entry
 

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import shutil
+import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -41,6 +42,7 @@ from cuflash._select import hardware
 
 SUPPORT = Path(__file__).parent
 COMPILER = shutil.which("g++")
+_CLUSTER_PTX = ("cluster", "mbarrier")
 _PTX = ("arithmetic", "cp_async", "dependents", "mma_sync", "once", "special", "tma")
 
 
@@ -91,7 +93,8 @@ class HostDevice:
         return on_device(np.full(size, self.unwritten, np.uint8).view(dtype).reshape(shape))
 
     def _compile(self, config: KernelConfig, _device: int) -> Any:
-        texts = [(f"ptx/{name}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for name in _PTX]
+        texts = [(f"ptx/{n}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for n in _PTX]
+        texts += [(f"ptx/{n}.cuh", f'#include "{SUPPORT}/host_cluster.h"\n') for n in _CLUSTER_PTX]
         texts += config.texts()
         macros = {"HOST_KERNEL": config.entry, "HOST_PARAMS": config.params}
         text = "".join(
@@ -112,13 +115,24 @@ class HostDevice:
         number = len(self.kernels) - 1
         return compilation.Kernel(number, config.num_threads, config.smem_bytes, None)
 
-    def launch(self, kernel: int, grid: int, *rest: Any) -> None:
+    def launch(self, kernel: int, grid: int, *rest: Any, cluster: int = 1) -> None:
         entry, run = self.kernels[kernel]
         self.launched.append(entry)
         address = ctypes.cast(rest[-2], ctypes.POINTER(ctypes.c_void_p))[0]
         self.copied_bytes += run(
-            ctypes.c_uint(grid), ctypes.c_int(rest[2]), ctypes.c_void_p(address)
-        )
+            ctypes.c_uint(grid), ctypes.c_int(rest[2]), ctypes.c_uint(cluster),
+            ctypes.c_void_p(address),
+        )  # fmt: skip
+
+    def extended_launch(self, kernel: compilation.Kernel, grid: int, attribute: bytes) -> Any:
+        """That of ``kernel_launcher``: of a cluster, if the attribute says so."""
+        kind, cluster = struct.unpack_from("<i4xI", attribute)
+        own = cluster if kind == kernel_launcher.CLUSTER else 1
+
+        def run(stream: int, argument: int, _: int) -> None:
+            self.launch(kernel.pointer, grid, 1, 1, kernel.num_threads, argument, 0, cluster=own)
+
+        return run
 
 
 def forget() -> None:
@@ -127,12 +141,16 @@ def forget() -> None:
 
 
 @contextmanager
-def host_device(folder: Path, capability: int = 80) -> Iterator[HostDevice]:
+def host_device(
+    folder: Path, capability: int = 80, *, multiprocessors: int = 4, tensor_maps: bool = False
+) -> Iterator[HostDevice]:
     """Let launches run on the host, which stands for a device of a compute capability."""
     device = HostDevice(folder)
     stream = SimpleNamespace(ptr=0, is_capturing=lambda: False)
     limits = hardware.Limits(227 << 10, 228 << 10, 2048)
-    host = hardware.Hardware("host", f"sm_{capability}", 4, limits, 1 << 20, None, False)
+    host = hardware.Hardware(
+        "host", f"sm_{capability}", multiprocessors, limits, 1 << 20, None, tensor_maps
+    )
     cuda = SimpleNamespace(get_current_stream=lambda: stream)
     library = SimpleNamespace(
         cuda=cuda,
@@ -164,6 +182,7 @@ def host_device(folder: Path, capability: int = 80) -> Iterator[HostDevice]:
             patch.setattr(module, "compile_kernel", device.compile)
         patch.setattr(float8, "contiguous", lambda array: on_device(np.ascontiguousarray(array)))
         patch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=device.launch))
+        patch.setattr(kernel_launcher, "extended_launch", device.extended_launch)
         forget()
         with hardware.assumed(host):
             yield device

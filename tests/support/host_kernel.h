@@ -1,5 +1,6 @@
-// A block of threads on the host: fibers that take turns, and meet where a warp or the whole block
-// has to. Enough of CUDA for the portable kernels; tensor-core instructions are in host_ptx.h.
+// A block of threads on the host, or a cluster of blocks: fibers that take turns, and meet where a
+// warp or the whole block has to. Enough of CUDA for the portable kernels; tensor-core instructions
+// are in host_ptx.h.
 #pragma once
 
 #include <ucontext.h>
@@ -104,6 +105,7 @@ namespace host {
 static long copied_bytes = 0;  // of global memory to shared memory, asynchronously
 
 constexpr int max_threads = 1024;
+constexpr int max_blocks = 8;  // of a cluster
 constexpr int stack_bytes = 512 << 10;
 
 // Where threads meet: the last to arrive lets all go on.
@@ -127,11 +129,14 @@ struct Fiber {
 };
 
 static ucontext_t scheduler;
-static std::vector<Fiber> fibers(max_threads);
-static Warp warps[max_threads / 32];
-static Meeting block;
-static int votes[2][max_threads];
+static std::vector<Fiber> fibers(max_blocks * max_threads);  // of all blocks of a cluster
+static Warp warps[max_blocks * max_threads / 32];
+static Meeting meetings[max_blocks];
+static int votes[2][max_blocks * max_threads];
 static int num_threads, current;
+static unsigned cluster_blocks = 1, arrived_in_cluster;
+// What lies in shared memory of each block of a cluster while another runs.
+static unsigned char waiting_smem[max_blocks][sizeof smem_bytes];
 
 inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
 
@@ -146,6 +151,11 @@ inline void meet(Meeting& meeting, int participants) {
 }
 
 inline Warp& warp() { return warps[current / 32]; }
+inline unsigned rank() { return current / num_threads; }
+inline Meeting& block() { return meetings[rank()]; }
+
+// Shared memory of a block of the cluster.
+inline unsigned char* smem_of(unsigned of) { return of == rank() ? smem_bytes : waiting_smem[of]; }
 
 // Calls take(slots) when every lane of the warp has put its value there. Two sets of slots: a lane
 // that is ahead fills the other.
@@ -161,19 +171,23 @@ inline auto gather(const T& value, const Take& take) {
   return take(values);
 }
 
-// Runs every block of threads, one after the other.
+// Runs every cluster of `cluster` blocks, one after the other.
 template <typename Kernel>
-void run(unsigned blocks, int threads, const Kernel& kernel) {
+void run(unsigned blocks, int threads, unsigned cluster, const Kernel& kernel) {
   static const Kernel* running;
   running = &kernel;
   num_threads = threads;
+  cluster_blocks = cluster;
+  const int all = cluster * threads;
   // Not cleared, and given back: every kernel is a library of its own in one process.
   const std::unique_ptr<unsigned char[]> stacks(
-      new unsigned char[static_cast<size_t>(threads) * stack_bytes]);
+      new unsigned char[static_cast<size_t>(all) * stack_bytes]);
   gridDim.x = blocks;
-  for (unsigned index = 0; index < blocks; ++index) {
+  for (unsigned first = 0; first < blocks; first += cluster) {
     std::memset(smem_bytes, 0xff, sizeof smem_bytes);  // NaN in every format
-    for (int i = 0; i < threads; ++i) {
+    std::memset(waiting_smem, 0xff, sizeof waiting_smem);
+    arrived_in_cluster = 0;
+    for (int i = 0; i < all; ++i) {
       Fiber& fiber = fibers[i];
       fiber.done = false;
       getcontext(&fiber.context);
@@ -190,13 +204,21 @@ void run(unsigned blocks, int threads, const Kernel& kernel) {
     }
     for (bool alive = true; alive;) {
       alive = false;
-      for (int i = 0; i < threads; ++i) {
-        if (fibers[i].done) continue;
-        current = i;
-        threadIdx.x = i;
-        blockIdx.x = index;
-        swapcontext(&scheduler, &fibers[i].context);
-        alive |= !fibers[i].done;
+      for (int i = 0; i < all; ++i) {
+        const unsigned of = i / threads;
+        if (cluster > 1 && i % threads == 0) {
+          std::memcpy(smem_bytes, waiting_smem[of], sizeof smem_bytes);
+        }
+        if (!fibers[i].done) {
+          current = i;
+          threadIdx.x = i % threads;
+          blockIdx.x = first + of;
+          swapcontext(&scheduler, &fibers[i].context);
+          alive |= !fibers[i].done;
+        }
+        if (cluster > 1 && (i + 1) % threads == 0) {
+          std::memcpy(waiting_smem[of], smem_bytes, sizeof smem_bytes);
+        }
       }
     }
   }
@@ -206,15 +228,16 @@ void run(unsigned blocks, int threads, const Kernel& kernel) {
 
 // Fibers never run at once: meeting is all that a barrier has to do, whatever memory it is for.
 inline void __syncwarp() { host::meet(host::warp().meeting, 32); }
-inline void __syncthreads() { host::meet(host::block, host::num_threads); }  // of any memory
+inline void __syncthreads() { host::meet(host::block(), host::num_threads); }  // of any memory
 // Everybody's vote is there after the meeting; votes of the next but one do not come before all
 // left.
 inline int __syncthreads_or(int vote) {
-  int (&votes)[host::max_threads] = host::votes[host::block.generation % 2];
+  int* votes = host::votes[host::block().generation % 2];
   votes[host::current] = vote;
-  host::meet(host::block, host::num_threads);
+  host::meet(host::block(), host::num_threads);
   int any = 0;
-  for (int i = 0; i < host::num_threads; ++i) any |= votes[i];
+  const int first = host::rank() * host::num_threads;
+  for (int i = 0; i < host::num_threads; ++i) any |= votes[first + i];
   return any;
 }
 template <typename T>

@@ -7,6 +7,9 @@ namespace cuflash::ptx {
 
 inline int block_index() { return blockIdx.x; }
 inline int thread_index() { return threadIdx.x; }
+inline int cluster_index() { return blockIdx.x / host::cluster_blocks; }
+inline uint32_t cluster_rank() { return blockIdx.x % host::cluster_blocks; }
+inline int cluster_size() { return host::cluster_blocks; }
 inline void launch_dependents() {}
 inline void wait_for_kernel_before() {}
 inline uint32_t shared_address(const void* pointer) {

@@ -2,9 +2,9 @@
 #pragma once
 
 // Returns how many bytes were copied to shared memory asynchronously.
-extern "C" long run(unsigned blocks, int threads, const void* params) {
+extern "C" long run(unsigned blocks, int threads, unsigned cluster, const void* params) {
   const auto& given = *static_cast<const cuflash::HOST_PARAMS*>(params);
   host::copied_bytes = 0;
-  host::run(blocks, threads, [&] { HOST_KERNEL(given); });
+  host::run(blocks, threads, cluster, [&] { HOST_KERNEL(given); });
   return host::copied_bytes;
 }

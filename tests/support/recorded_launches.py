@@ -64,6 +64,9 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
         patch.setattr(tensor_map, "encode", lambda *_: bytes(tensor_map.MAP_BYTES))
         patch.setattr(tensor_map, "with_addresses", lambda maps, _: maps)
         patch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=launch))
+        patch.setattr(
+            kernel_launcher, "extended_launch", lambda kernel, *_: lambda *_: launch(kernel.pointer)
+        )
         for module in (plan, cache, float8):
             patch.setattr(module, "compile_kernel", compile_kernel)
         patch.setattr(float8, "cupy", library)
