@@ -76,6 +76,7 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
         return reason
 
     def check(self) -> None:
+        super().check()
         if self.grad_bias and not self.can_write_bias:
             raise ValueError(f"{self.grad_bias=}: ds of a block is not the gradient of a bias")
 
