@@ -133,7 +133,7 @@ CUFLASH_DEVICE Place place_of(const Packing& packing, int rank) {
 // section takes what is left, since a small one would end in a tail.
 CUFLASH_DEVICE Tile tile_of(const Grid& grid, int index) {
   // A division takes longer than a multiprocessor's share of some calls of few queries.
-  if (Config::split_keys && grid.num_blocks == 1) return {0, index};
+  if (Config::clusters && grid.num_blocks == 1) return {0, index};
   const int section_tiles = grid.owners_per_section * grid.num_blocks;
   const int last_section = grid.num_owners / grid.owners_per_section - 1;
   const int section = min(index / section_tiles, last_section);
