@@ -233,7 +233,7 @@ def test_workspaces_have_the_sizes_of_the_document() -> None:
     assert [round(size / 1e6, 1) for size in wholes] == [138.4, 136.3, 203.5, 135.3]
     sums = [gradient_of((32, 32), rows, 96, batch=4)[1].sums / rows for rows in (1, 17)]
     assert [round(size / (4 * 4 * 32 * 96), 2) for size in sums] == [16, 1.88]
-    for heads, rows, expected in ((3, 8192, (2, [32, 25])), (6, 65_536, (1, [104, 0]))):
+    for heads, rows, expected in ((3, 8192, (2, [38, 25])), (6, 65_536, (1, [104, 0]))):
         fused, scratch = gradient_of((heads, heads), rows, 64)
         sizes = [round(size / 1e6) for size in (scratch.size, scratch.dkv_parts)]
         assert (fused.splits, sizes) == expected
@@ -241,7 +241,7 @@ def test_workspaces_have_the_sizes_of_the_document() -> None:
 
 @pytest.mark.parametrize(
     ("d", "group", "most"),
-    [(64, 1, 33), (96, 1, 45), (128, 1, 58), (64, 8, 78), (128, 8, 225)],
+    [(64, 1, 39), (96, 1, 45), (128, 1, 59), (64, 8, 78), (128, 8, 225)],
 )
 def test_what_few_tiles_take_is_bounded(d: int, group: int, most: int) -> None:
     """In MB, beyond one sum of dq; ``docs/backward-sm90.md`` says so."""
@@ -252,7 +252,7 @@ def test_what_few_tiles_take_is_bounded(d: int, group: int, most: int) -> None:
         fused, scratch = gradient_of((heads * group, heads), 128 * tiles, d, causal=causal)
         further = scratch.sums - scratch.sums // fused.dq_sums
         assert scratch.dkv_parts + further <= 1e6 * most
-        assert further <= 2 * 132 * 4 * fused.config.block_m * d
+        assert further <= (2 if causal else 4) * 132 * 4 * fused.config.block_m * d
         split += fused.splits > 1
     assert split > 200
 

@@ -68,10 +68,15 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
 
 
 def sums_of_dq(problem: Problem, config: Any, num_sms: int) -> int:
-    """Sums of dq: as many as leave two blocks of queries or more to each multiprocessor. (D142)"""
+    """Sums of dq: as many as leave two blocks of queries or more to each multiprocessor.
+
+    Four where each tile of keys sees all queries, and keys are no more than twice as many. (D142)
+    """
     if not config.deterministic or config.cluster_blocks > 1 or not num_sms:
         return 1
     blocks = math.prod(problem.batch) * -(-problem.seqlen_q // int(config.block_m))
     tiles = -(-problem.seqlen_k // int(config.own_rows))
+    bounded = config.window_left or config.window_right or config.cu_seqlens != "none"
+    most = (2 if bounded or problem.seqlen_k > 2 * problem.seqlen_q else 4) * num_sms
     # A sum takes about as long to add up as a tile waits for the one before.
-    return max(1, min(2 * num_sms // max(blocks, 1), math.isqrt(2 * tiles), _MOST_SUMS))
+    return max(1, min(most // max(blocks, 1), math.isqrt(2 * tiles), _MOST_SUMS))
