@@ -43,7 +43,8 @@ def test_rows_of_no_sequence_are_zero(tmp_path: Path, dtype: Any) -> None:
     for head_dim in (8, 72, 256):
         out, lse = np.full((3, 21, head_dim), 7, dtype), np.full((3, 21), 7, np.float32)
         params = params_of(config, out, lse, ends)
-        run(ctypes.c_uint(2), ctypes.c_int(32), ctypes.c_uint(1), ctypes.c_void_p(params.ctypes.data))
+        blocks, threads, cluster = ctypes.c_uint(2), ctypes.c_int(32), ctypes.c_uint(1)
+        run(blocks, threads, cluster, ctypes.c_void_p(params.ctypes.data))
         owned = (np.arange(21) >= ends[0]) & (np.arange(21) < ends[-1])
         assert (out[:, owned] == 7).all()
         assert (lse[:, owned] == 7).all()
