@@ -68,6 +68,7 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
         },
         "mask": {"mask": mask, "window": (None, 40)},
         "aligned mask": {"mask": mask, "window": (200, 40)},
+        "aligned mask, negative scale": {"mask": mask, "scale": -0.3},  # its tiles are not copied
         "segments": {"segment_ids": strays},
         "long segments": {"segment_ids": long},
         "segments, causal": {"segment_ids": ids, "causal": True, "softcap": 3.0},
@@ -75,6 +76,7 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
         "more dropout": {"dropout": 0.8, "seed": 5, "causal": True},
         "dropout, scores": {"dropout": 0.6, "seed": 7, "softcap": 2.0, "alibi_slopes": slopes},
         "groups": {"enable_gqa": True, "causal": True},
+        "groups, mask, dropout": {"enable_gqa": True, "mask": mask, "dropout": 0.3, "seed": 9},
         "shared": {},
     }[name]  # fmt: skip
 
@@ -82,8 +84,9 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
 NAMES = (
     "plain", "steep", "steep window", "causal", "window", "lengths", "scores", "softcap",
     "high softcap", "slopes", "slopes of both signs", "bias", "key bias", "mask", "aligned mask",
-    "segments", "long segments", "segments, causal", "dropout", "more dropout", "dropout, scores",
-    "groups", "shared",
+    "aligned mask, negative scale", "segments", "long segments", "segments, causal", "dropout",
+    "more dropout", "dropout, scores",
+    "groups", "groups, mask, dropout", "shared",
 )  # fmt: skip
 CASES = [(kernel, name) for kernel in HEAD_DIMS for name in NAMES]
 
@@ -97,7 +100,7 @@ def call_with(
     head_dims: tuple[int, int], name: str, dtype: Any = np.float16, *, aligned: bool = True
 ) -> Call:
     d, d_v = head_dims
-    heads_k = 2 if name == "groups" else HEADS
+    heads_k = 2 if "groups" in name else HEADS
     batch_k = 1 if name == "shared" else BATCH
     options = options_of(name, np.random.default_rng(11))
     call = make_call(
@@ -106,7 +109,7 @@ def call_with(
     )  # fmt: skip
     dlse = np.random.default_rng(12).standard_normal(call.dout.shape[:-1]).astype(np.float32)
     wrt = ("q", "k", "v", *({"bias", "alibi_slopes", "sink"} & set(options)))
-    placements = {"mask": ALIGNED} if name == "aligned mask" else {}
+    placements = {"mask": ALIGNED} if name.startswith("aligned mask") else {}
     if aligned:
         operands = ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
         placements |= dict.fromkeys(operands, Placement.dense(4, lead=64))

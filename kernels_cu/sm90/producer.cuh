@@ -163,7 +163,9 @@ struct Producer {
       clear_rows(to.v[stage], 0, kept.begin);
       clear_rows(to.v[stage], kept.end, loaded);
       ptx::fence_async_proxy();
-      arrive_as_warp(to.v_full[stage]);
+      arrive_as_readers(to.v_full[stage], true);
+    } else if constexpr (reader_arrivals > 1) {
+      arrive_if(to.v_full[stage], lane_index() > 0);  // lane 0 has expected the bytes
     }
     v_ring.advance();
   }

@@ -3,16 +3,17 @@
 //   barrier      arrivals a phase   what the end of a phase says
 //   q_full       1 + bytes          q is there
 //   q_empty      1 or consumers     q was read and, if out is staged in it, stored: load the next
-//   k/v_full     1 + bytes          k or v of a block is there; transposers where these bring v
+//   k/v_full     1* + bytes         k or v of a block is there; transposers where these bring v
 //   k/v_empty    consumers          every warpgroup has multiplied with it: load the next
 //   v_raw        1 + bytes          v of a block is there, with rows to be cleared
-//   rows.v_full  1 + bytes          of e4m3: v of a block is there in rows
+//   rows.v_full  1* + bytes         of e4m3: v of a block is there in rows
 //   rows.v_empty transposers        it was transposed into the ring of v: load the next
 //   o_full       4 (warps)          64 rows of out are staged: store them
 //   work_full    1                  the next tile is drawn
 //   work_empty   readers (warps)    every reader has a copy: draw the next
 //   never        -                  nobody waits: see Consumer::next_block
 //
+// * of v, where rows may be cleared: `reader_arrivals`.
 // Named barriers: `turn` passes the right to start products from warpgroup to warpgroup, so that
 // the softmax of one runs under the products of the next; `together` joins one warpgroup.
 #pragma once
@@ -111,10 +112,10 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   for (int i = 0; i < Config::num_stages; ++i) {
     init(smem.k_full[i], 1);
     init(smem.k_empty[i], consumers);
-    init(smem.v_full[i], is_fp8 ? transposers : 1);
+    init(smem.v_full[i], is_fp8 ? transposers : reader_arrivals);
     init(smem.v_empty[i], consumers);
     if constexpr (is_fp8) {
-      init(landing_of_v(smem).v_full[i], 1);
+      init(landing_of_v(smem).v_full[i], reader_arrivals);
       init(landing_of_v(smem).v_empty[i], transposers);
     }
   }
