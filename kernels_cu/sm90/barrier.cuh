@@ -28,9 +28,9 @@ CUFLASH_DEVICE void arrive_as_warp(uint64_t& barrier) {
   arrive_if(barrier, lane_index() == 0);
 }
 
-// Arrivals of a warp whose lanes have all read what is written anew after the phase, or written what
-// is read: they meet, and one speaks for all. racecheck follows a thread's own arrival only: under
-// it all arrive. (D29)
+// Arrivals of a warp whose lanes have all read what is written anew after the phase, or written
+// what is read: they meet, and one speaks for all. racecheck follows a thread's own arrival only:
+// under it all arrive. (D29)
 constexpr int reader_arrivals = Config::under_racecheck ? 32 : 1;
 
 CUFLASH_DEVICE void arrive_as_readers(uint64_t& barrier, bool mine) {
