@@ -85,8 +85,7 @@ NAMES = (
     "plain", "steep", "steep window", "causal", "window", "lengths", "scores", "softcap",
     "high softcap", "slopes", "slopes of both signs", "bias", "key bias", "mask", "aligned mask",
     "aligned mask, negative scale", "segments", "long segments", "segments, causal", "dropout",
-    "more dropout", "dropout, scores",
-    "groups", "groups, mask, dropout", "shared",
+    "more dropout", "dropout, scores", "groups", "groups, mask, dropout", "shared",
 )  # fmt: skip
 CASES = [(kernel, name) for kernel in HEAD_DIMS for name in NAMES]
 

@@ -185,6 +185,9 @@ def test_numbers_of_parts_follow_from_shapes_and_device() -> None:
     assert sums == 1
     assert splits_of(shared, num_sms=0) == (1, 1)
     assert splits_of(problem_of((4,), 4096, 4096, heads=(32, 8), window=(None, 0))) == (1, 1)
+    assert splits_of(problem_of((8,), 2048, 2048))[1] == 4
+    assert splits_of(problem_of((8,), 2048, 2048, window=(None, 0)))[1] == 2
+    assert splits_of(problem_of((8,), 2048, 8192))[1] == 2, "keys are many"
     few_keys = problem_of((8,), 4096, 77)
     assert splits_of(few_keys)[0] > 4  # blocks of queries
     few_rows = problem_of((8,), 512, 50_000)
