@@ -8,6 +8,8 @@ from cuflash._kernels.config import SCORED, KernelConfig
 
 
 class Own(NamedTuple):
+    """What this kernel alone is told."""
+
     grad_bias: bool = False  # did the other kernel write the gradient of a bias?
 
 

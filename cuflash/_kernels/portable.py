@@ -37,7 +37,7 @@ TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
 #: Padded head size up to which registers hold a bias beside the gradients of float32. (D161)
 WIDEST_HELD = 16
 ROWS_OF_TWO_WARPS = 32  # and of queries, one of each head of a group
-_SHORT, _SHORT_COLUMNS = 64, 64
+_SHORT, _SHORT_COLUMNS = 64, 64  # queries and keys, columns that small tiles hold (D15)
 ROWS_OF_FOUR_WARPS = 64
 
 

@@ -97,7 +97,7 @@ def in_clusters(request: Request) -> bool:
         and problem.cu_seqlens_q is None
         and MOST_CLUSTER_PARTS * math.prod(problem.batch) <= request.num_sms
         and columns <= portable.held(request).out_general
-        and 3 * received <= request.smem_limit
+        and 3 * received <= request.smem_limit  # the rest is for tiles of q, k and v
     )
 
 

@@ -78,7 +78,7 @@ class KernelLauncher:
             kernel.smem_bytes,
         )  # fmt: skip
         attribute = _CLUSTER.pack(CLUSTER, cluster, 1, 1) if cluster > 1 else _EARLY
-        if overlaps or cluster > 1:
+        if overlaps or cluster > 1:  # a driver of devices with clusters knows the call
             self._launch = extended_launch(kernel, grid, attribute) or self._launch
 
     def run(self, pointers: tuple[int, ...], stream: int, captured: bool = False) -> None:
