@@ -7,6 +7,7 @@ whose lengths lie on the device, are calls of cuflash beside keys in order.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -17,7 +18,7 @@ import numpy as np
 import cuflash
 from benchmarks.cells import Run, measure_cell, time_cell
 from benchmarks.peers import IMPLEMENTATIONS, Cuflash, Implementation, Make, Unsupported
-from benchmarks.report import shape_text, workload_of
+from benchmarks.report import grid, shape_text, workload_of
 from cuflash._timing.clock import Call, Measurement
 from cuflash.tuning import Workload
 from cuflash.tuning._workload import DTYPES
@@ -53,6 +54,7 @@ RAGGED = Workload(16, 32, 8, 1, 100_000, 128, 128, "bfloat16")
 PACKED = Workload(32, 8, 8, 1, 100_000, 128, 128, "bfloat16")
 COPIED_BYTES = 1 << 30
 COPY = "a copy of 1 GiB"
+SHOWN_PAGES = "pages of 16"
 
 
 class InOrder(Cuflash):
@@ -208,3 +210,39 @@ def copier(xp: ModuleType, clock: Any) -> Call:
         return functools.partial(np.copyto, target, source)
     move = target.data.copy_from_device_async
     return lambda: move(source.data, COPIED_BYTES, clock.stream)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The time of each shape beside a copy, peers and keys in pages of 16."""
+    shares = {
+        words: share
+        for note in result["notes"]
+        for share, words in re.findall(r"^([\d.]+) of a copy's .*: cuflash (.*)", note)
+    }
+    times: dict[Workload, dict[str, str]] = {}
+    for row in result["rows"]:
+        if not row["options"]:
+            found = times.setdefault(workload_of(row), {"of the copy": ""})
+            found[row["impl"]] = _microseconds(row)
+            if row["impl"] == "cuflash":
+                found["of the copy"] = shares[f"{row['dtype']} {shape_text(row)}"]
+        elif row["options"] == SHOWN_PAGES and workload_of(row) in times:
+            times[workload_of(row)][SHOWN_PAGES] = _microseconds(row)
+    shown = ("cuflash", "of the copy", "cudnn", "fa2", SHOWN_PAGES)
+    lines = [
+        [
+            f"{shape.batch}, {shape.heads_q}, {shape.heads_kv}",
+            f"{shape.seqlen_q:,}",
+            f"{shape.seqlen_k:,}",
+            str(shape.head_dim),
+            *(found.get(name, "") for name in shown),
+        ]
+        for shape, found in times.items()
+    ]
+    named = ("batch, heads, key heads", "queries", "keys", "head size", *shown)
+    return "\n".join(grid(named, *lines))
+
+
+def _microseconds(row: dict[str, Any]) -> str:
+    us = 1e3 * row["ms"]
+    return f"{us:,.0f} us" if us >= 100 else f"{us:.1f} us"

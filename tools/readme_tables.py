@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import float8  # noqa: E402
 from benchmarks.accuracy import markdown as errors  # noqa: E402
+from benchmarks.decode import markdown as few_queries  # noqa: E402
 from benchmarks.everyday import markdown as by_kind  # noqa: E402
 from benchmarks.machine import short_commit  # noqa: E402
 from benchmarks.option_costs import CHANGES, PLAIN  # noqa: E402
@@ -285,7 +286,7 @@ def everyday() -> str:
 
 def costs() -> str:
     """How much longer a call takes with each option, and which kernels serve it on Hopper."""
-    result, where = measured("options")
+    result, where = measured("options", "h200")
     hopper = hardware.typical("sm_90a")
     cells: dict[str, dict[str, tuple[float, str]]] = {}
     for row in result["rows"]:
@@ -407,6 +408,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/accuracy.md": {"accuracy": accuracy, "float8": float8_errors},
     "docs/backward-sm90.md": {"gradient": gradient},
+    "docs/flash-decoding.md": {"decode": lambda: few_queries(newest("decode", "h200")[0])},
     "docs/mistakes.md": {"mistakes": mistakes},
 }
 
