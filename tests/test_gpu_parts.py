@@ -91,6 +91,17 @@ def suite(monkeypatch, tmp_path):
     return ran, broken
 
 
+def test_what_a_suite_no_longer_has_leaves_its_report(suite, monkeypatch, tmp_path):
+    suite[1].add("t.py::b")
+    assert not gpu_evidence.run_suite(tmp_path, 2)
+    now = {"not alone": ["t.py::a", "t.py::new"], "alone": []}
+    monkeypatch.setattr(gpu_evidence, "gpu_tests", now.get)
+    assert gpu_evidence.run_suite(tmp_path, 2)
+    report = json.loads((tmp_path / "gpu_report.json").read_text())
+    assert gpu_report.flat(report["tests"]) == {"t.py::a": "passed", "t.py::new": "passed"}
+    assert [report[outcome] for outcome in gpu_report.OUTCOMES] == [2, 0, 0]
+
+
 def test_a_suite_is_continued(suite, monkeypatch, tmp_path):
     """What ran out of time or failed runs again, what has passed on the same sources does not."""
     ran, broken = suite

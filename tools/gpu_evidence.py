@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -193,6 +194,18 @@ def report_of(paths: Iterable[Path]) -> dict[str, Any]:
     return report
 
 
+def only(report: dict[str, Any], tests: Iterable[str]) -> dict[str, Any]:
+    """A report without tests that are there no longer."""
+    from gpu_report import OUTCOMES, flat, nested
+
+    known = flat(report.get("tests", {}))
+    kept = {test: known[test] for test in tests if test in known}
+    if not kept:
+        return {}
+    counts = Counter(kept.values())
+    return report | {name: counts[name] for name in OUTCOMES} | {"tests": nested(kept)}
+
+
 def run_suite(out: Path, jobs: int, seconds: float = SUITE_SECONDS, *, again: bool = False) -> bool:
     """Run all GPU tests in several processes; tests that need the device alone come last.
 
@@ -218,13 +231,13 @@ def run_suite(out: Path, jobs: int, seconds: float = SUITE_SECONDS, *, again: bo
         return left > 0 and run_program([*command, *tests], folder / f"{name}.log", left, own)
 
     with ThreadPoolExecutor(jobs) as pool:
-        listed = pool.map(gpu_tests, ("not alone", "alone"))  # D115
+        listed = list(pool.map(gpu_tests, ("not alone", "alone")))  # D115
         together, alone = ([t for t in tests if known.get(t) != "passed"] for tests in listed)
         first = itertools.cycle(range(max(1, len(devices))))
         passed = list(pool.map(run_shard, itertools.count(), shards(together, jobs), first))
     passed += [run_shard(len(passed), alone, 0)] if alone else []
     ours = [path for path in sorted(folder.glob("*.json")) if path not in before]
-    if report := report_of([*before, *ours]):
+    if report := only(report_of([*before, *ours]), itertools.chain(*listed)):
         took = time.perf_counter() - start  # processes run side by side
         report["seconds"] = round(spent + took, 1)
         (out / "gpu_report.json").write_text(formatted(report))
