@@ -185,7 +185,10 @@ def test_links_of_the_readme_lead_to_files():
 
 
 def test_links_of_the_readme_work_on_a_package_index():
-    """It has no files: links lead to the repository's address, or without one are plain text."""
+    """It has no files: links lead to the repository's address, or without one are plain text.
+
+    The picture is drawn in text there.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for step in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
@@ -196,6 +199,10 @@ def test_links_of_the_readme_work_on_a_package_index():
     assert len(targets) >= 6 if base else not targets
     assert all(target.startswith(base) for target in targets)
     assert "docs/tutorial.md" in text
+    bars = {line.split()[0]: line.split()[1:] for line in text.splitlines() if "█" in line}
+    assert bars.keys() >= {"cuflash", "fa2", "cudnn"}
+    assert all(round(float(tflops) / len(bar), -1) == 20 for bar, tflops in bars.values())
+    assert "![" not in text
 
 
 def test_each_number_of_the_readme_names_the_file_that_it_comes_from():

@@ -154,6 +154,24 @@ def numbers() -> str:
     return "\n".join(grid(*table))
 
 
+def bars() -> str:
+    """The picture of the forward as text, in a comment: a package index shows it in its place."""
+    result, _ = newest(TOPICS["fwd"])
+    found = {
+        row["impl"]: row["tflops"]
+        for row in result["rows"]
+        if is_training(row)
+        and (row["head_dim"], row["causal"], row["seqlen_q"]) == (128, False, 8192)
+    }
+    day = f"{result['meta']['device'].split()[1]}, {result['meta']['date']}"
+    lines = [
+        f"{name:8} {'█' * round(tflops / 20)} {tflops:.0f}"
+        for name, tflops in sorted(found.items(), key=lambda item: -item[1])
+    ]
+    head = f"forward, bfloat16, head size 128, 8192 tokens, TFLOP/s ({day})"
+    return "\n".join(["<!--", "```text", head, *lines, "```", "-->"])
+
+
 def dated(result: dict[str, Any], path: Path) -> str:
     """The device and the day of a result, in few words, as a link to its rows."""
     meta, shown = result["meta"], path.with_suffix(".md")
@@ -396,7 +414,7 @@ def mistakes() -> str:
 
 #: The tables of each document.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"support": support, "numbers": numbers},
+    "README.md": {"bars": bars, "support": support, "numbers": numbers},
     "docs/support.md": {"support": support},
     "docs/speed.md": {
         "speed": speed,
