@@ -48,11 +48,15 @@ struct ScoreTraits {
   // Is the gradient of a score that of its logit?
   static constexpr bool adds_only = !Config::softcap && !Config::score_mod;
 
-  // Is a logit a multiple of q.k and a distance, whoever sees it? Who does is asked after the
-  // exponentials, in a branch. A mask alone has no branch, and no registers without one.
-  static constexpr bool hides_after_exponentials = adds_only && Config::bias == Dtype::none &&
-                                                   !Config::mask_mod &&
-                                                   (!Config::mask || Config::window_right);
+  // Is a logit a multiple of q.k, a distance and a bias that is there for every pair, whoever sees
+  // it? Who does is asked after the exponentials, in a branch. A mask that is read where it lies
+  // has no branch, and no registers without one.
+  static constexpr bool hides_after_exponentials =
+      adds_only && (Config::bias == Dtype::none || Config::bias_stages) && !Config::mask_mod &&
+      (!Config::mask || Config::mask_stages || Config::window_right);
+
+  // Is who sees a pair asked for as bits of columns then? Bounds alone are compared.
+  static constexpr bool hides_by_bits = has_segments || (Config::mask && !Config::mask_stages);
 
   // Do options leave registers beside scores for what dropout draws?
   static constexpr bool leaves_registers =
