@@ -183,6 +183,7 @@ def test_rows_that_outgrow_their_reference_leave_the_others_alone(head_dims, opt
     "options",
     [
         {}, {"causal": True, "offset": -1}, {"window": (900, 5)}, {"softcap": 40.0},
+        {"alibi_slopes": np.array([1.5, 0.1, -0.3], np.float32)},
     ],
     ids=str,
 )  # fmt: skip

@@ -76,8 +76,9 @@ struct Consumer {
 #pragma unroll 1
       for (; block >= own.full_begin; --block) {
         const int first_key = block * Config::block_n;
-        const bool bends = score.bends({rows.first_row, rows.first_row + 64},
-                                       {first_key, first_key + Config::block_n});
+        const Range own_rows{rows.first_row, rows.first_row + 64};
+        const Range keys{first_key, first_key + Config::block_n};
+        const bool bends = score.bends(own_rows, keys) || score.rises(own_rows, keys);
         if (keeps_reference && !(may_bend && warp_agrees(bends))) {
           next_full_block(score, rows, entry, block, block == own.begin);
         } else if constexpr (!keeps_reference || may_bend) {
