@@ -246,6 +246,14 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     return keys.end > near_offset + rows.begin + 1 && keys.begin < near_offset + rows.end;
   }
 
+  // Does a slope make weights of these keys 2^64 times those of the keys behind them, which were
+  // visited before? These keys lie on one side of what slopes count from.
+  CUFLASH_DEVICE bool rises(Range rows, Range keys) const {
+    if constexpr (Config::alibi_slopes == Dtype::none) return false;
+    const Real step = slope * static_cast<Real>(keys.end - keys.begin) * log2_e;
+    return (keys.begin > near_offset + rows.begin ? step : -step) > 64;
+  }
+
   // What a slope multiplies.
   CUFLASH_DEVICE Real distance(int q_idx, int kv_idx) const {
     return static_cast<Real>(abs(near_offset + q_idx - kv_idx)) + far_offset;

@@ -79,6 +79,9 @@ struct ScoreTraits {
       !is_double && !may_hide_rows && !Config::score_mod && Config::bias == Dtype::none &&
       Config::scale_in_exponent + is_capped + has_slopes == 1;
 
+  // Does a softcap alone make it so? Then the largest product has the largest logit.
+  static constexpr bool is_capped_product = exponent_of_product && is_capped;
+
   // Is it so with nothing of a row or an entry to keep in registers but where a causal bound lies?
   static constexpr bool is_light = is_plain && !has_sink && !Config::window_left &&
                                    !Config::dropout && Config::alibi_slopes == Dtype::none &&

@@ -24,6 +24,23 @@ struct LaneIndices {
   }
 };
 
+// Which columns bounds leave of the two rows of this lane.
+struct SeenColumns {
+  ColumnBits of_row[2];
+
+  SeenColumns() = default;
+
+  CUFLASH_DEVICE SeenColumns(const Score& score, const LaneIndices& lane, Edge edge, int columns) {
+    if (edge == Edge::none) return;
+    unrolled<2>([&](int half) {
+      const Range keys = score.kv_range_from(lane.key, lane.row + 8 * half);
+      const int first = edge == Edge::last ? 0 : keys.begin;
+      const int end = edge == Edge::first ? columns : keys.end;
+      of_row[half] = ColumnBits::within({first, end});
+    });
+  }
+};
+
 // What a mask, if it is alone, and a bias hold for the two rows of this lane: under way while
 // scores are multiplied.
 template <int tiles>
