@@ -39,6 +39,12 @@ def near_product(problem: Any) -> float:
     return float(np.float32(min(near / x, _LARGEST) if x > 0 else _LARGEST))
 
 
+def near_square(problem: Any) -> float:
+    """Its square; 0, and none is below it, where that is no normal number."""
+    square = near_product(problem) ** 2
+    return square if square >= _SMALLEST else 0.0
+
+
 def _chosen(problem: Any) -> tuple[float, list[float]]:
     x = problem.scale / cap(problem)
     for near, of_x in _TANH:
@@ -59,7 +65,7 @@ def _coefficient(power: int, problem: Any) -> float:
 #: Parameters of kernels: dtype, value, comment.
 PARAMS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "near_product": (np.float32, near_product, "the largest that is capped by a polynomial"),
-    "near_square": (np.float32, lambda problem: near_product(problem) ** 2, ""),
+    "near_square": (np.float32, near_square, ""),
     **{
         f"capped_{i}": (
             np.float32, functools.partial(_coefficient, i),
