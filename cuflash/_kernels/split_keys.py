@@ -145,6 +145,8 @@ def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
     if kernel.of_few_rows and in_clusters(request):
         return {"split_keys": True, "clusters": True}
     exact = {"split_keys": True, "out_dtype": request.problem.lse_dtype.name}
+    if kernel.of_few_rows:
+        exact["reads_once"] = _reads_once(request)
     return exact | {"overlaps": request.capability >= 90}
 
 
@@ -172,6 +174,18 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
         most = min(most, MOST_CLUSTER_PARTS)
     parts = max(1, min(parts, most, bounds.most_parts))
     return int(-(-blocks // -(-blocks // parts)))
+
+
+def _reads_once(request: Request) -> bool:
+    """Whether no two thread blocks of a kernel of few rows share keys, as measured. (D181)"""
+    problem = request.problem
+    return bool(
+        request.capability >= 90
+        and not request.simt
+        and problem.dtype in HALVES
+        and problem.cu_seqlens_q is None
+        and few(problem)
+    )
 
 
 def _is_ragged(problem: Problem) -> bool:
