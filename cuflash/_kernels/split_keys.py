@@ -177,7 +177,7 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
 
 
 def _reads_once(request: Request) -> bool:
-    """Whether no two thread blocks of a kernel of few rows share keys, as measured. (D181)"""
+    """Whether keys are read about once, and may leave the L2 cache first, as measured. (D181)"""
     problem = request.problem
     return bool(
         request.capability >= 90

@@ -6,7 +6,7 @@
 
 namespace cuflash::ptx {
 
-// What keeps bytes in the L2 cache no longer than others (sm_80 and later).
+// The L2 cache evicts these bytes before others (sm_80 and later).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-createpolicy
 CUFLASH_DEVICE uint64_t evict_first() {
   uint64_t policy;
