@@ -61,9 +61,10 @@ struct LookUpCopy {
     keys = min(max(keys, 0), Tile::per_chunk);
     const int existing = loads_mask || keys == 0 ? keys : 16;  // bytes
     const uint32_t to = ptx::shared_address(tile.rows);
+    const int first_row = own_row(), own_chunk = chunk();  // read once: a read takes long
 #pragma unroll 4
     for (int row = 0; row < num_rows; row += step, from += step * row_stride) {
-      ptx::cp_async_some(to + Tile::place(own_row() + row, chunk()), from,
+      ptx::cp_async_some(to + Tile::place(first_row + row, own_chunk), from,
                          row < rows ? existing : 0);
     }
     ptx::mbarrier_arrive_after_copies(ptx::shared_address(&full));
