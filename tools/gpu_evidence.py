@@ -10,8 +10,9 @@ is cut short loses the running part, or the running tests of the suite. A part t
 is ended with every process that it started. The status is 1 if a part failed; the others still run.
 
 The suite is continued: tests that have passed on these sources, by tests/gpu_report.json or by
-what lies in OUT, do not run unless --again is given, as it must be where tests have changed. A
-change of cuflash/distributed alone runs the tests of several ranks again.
+what lies in OUT, do not run unless --again is given, as it must be where tests have changed. Of
+tests that are there no longer nothing is said. A change of cuflash/distributed alone runs the tests
+of several ranks again.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -181,8 +181,8 @@ def shards(tests: Sequence[str], jobs: int) -> list[list[str]]:
     return first + [rest[start : start + size] for start in range(0, len(rest), size)]
 
 
-def report_of(paths: Iterable[Path]) -> dict[str, Any]:
-    """What the reports of these sources among ``paths`` say together."""
+def report_of(paths: Iterable[Path], tests: Collection[str] | None = None) -> dict[str, Any]:
+    """What the reports of these sources among ``paths`` say together, of all tests or of some."""
     from gpu_report import joined, still_valid
 
     report: dict[str, Any] = {}
@@ -190,20 +190,10 @@ def report_of(paths: Iterable[Path]) -> dict[str, Any]:
     for path in paths:
         found = json.loads(path.read_text()) if path.exists() else {}
         if found.get("digest") == now["digest"]:
-            report = joined(report, found | now | {"tests": still_valid(found, now)})
+            valid = still_valid(found, now)
+            own = {test: valid[test] for test in valid if tests is None or test in tests}
+            report = joined(report, found | now | {"tests": own})
     return report
-
-
-def only(report: dict[str, Any], tests: Iterable[str]) -> dict[str, Any]:
-    """A report without tests that are there no longer."""
-    from gpu_report import OUTCOMES, flat, nested
-
-    known = flat(report.get("tests", {}))
-    kept = {test: known[test] for test in tests if test in known}
-    if not kept:
-        return {}
-    counts = Counter(kept.values())
-    return report | {name: counts[name] for name in OUTCOMES} | {"tests": nested(kept)}
 
 
 def run_suite(out: Path, jobs: int, seconds: float = SUITE_SECONDS, *, again: bool = False) -> bool:
@@ -237,7 +227,7 @@ def run_suite(out: Path, jobs: int, seconds: float = SUITE_SECONDS, *, again: bo
         passed = list(pool.map(run_shard, itertools.count(), shards(together, jobs), first))
     passed += [run_shard(len(passed), alone, 0)] if alone else []
     ours = [path for path in sorted(folder.glob("*.json")) if path not in before]
-    if report := only(report_of([*before, *ours]), itertools.chain(*listed)):
+    if report := report_of([*before, *ours], {*itertools.chain(*listed)}):
         took = time.perf_counter() - start  # processes run side by side
         report["seconds"] = round(spent + took, 1)
         (out / "gpu_report.json").write_text(formatted(report))
