@@ -39,15 +39,15 @@
 // are computed under the products of the other.
 #include "ptx/stmatrix.cuh"
 #include "sm90/bias_gradient.cuh"
-#include "sm90/bias_tiles.cuh"
 #include "sm90/dq_accum.cuh"
 #include "sm90/dkv_parts.cuh"
 #include "sm90/dkv_warpgroup.cuh"
 #include "sm90/dq_writer.cuh"
+#include "sm90/key_look_ups.cuh"
 
 namespace cuflash {
 
-constexpr int tile_readers = 4 * consumers + 4 + loads_bias;  // warps
+constexpr int tile_readers = 4 * consumers + 4 + looks_up;  // warps
 
 // What a tile adds to a block of queries.
 struct Addition {
@@ -62,7 +62,7 @@ struct SharedMemory : DkvSharedMemory {
 
   DsTile ds[2];                                               // ds^T: rows are keys
   alignas(128) float dq[Config::block_m * Config::head_dim];  // part by part
-  If<loads_bias, BiasTiles, NoBiasTiles> bias;
+  If<looks_up, KeyLookUps, NoLookUps> look_ups;
   uint64_t ds_full[2], ds_empty[2];
   uint64_t dq_full[writers][DqAccum::parts], dq_empty[writers];
   Addition addition[writers];
@@ -73,6 +73,7 @@ struct SharedMemory : DkvSharedMemory {
 };
 
 static_assert(consumers == 2, "two warpgroups that take turns");
+static_assert(!loads_mask || Score::hides_after_exponentials, "it hides probabilities");
 
 // By one thread, before any other touches a barrier.
 CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
@@ -85,7 +86,7 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
     for (int part = 0; part < DqAccum::parts; ++part) init(smem.dq_full[i][part], 4);
     init(smem.dq_empty[i], 1);
   }
-  smem.bias.init_barriers();
+  smem.look_ups.init_barriers();
   init(smem.keys_empty, 4 * consumers * reader_arrivals + 4);
   for (int i = 0; i < 2; ++i) {
     init(smem.tile_full[i], 1);
@@ -175,7 +176,7 @@ struct Multiplier {
       const int tile = tiles.receive();
       if (tile < 0) break;
       wait(smem.keys_full, tiles.keys_parity());
-      multiply_tile(KeyTile::at(params, tile));
+      multiply_tile(KeyTile::at(params, tile), tiles);
       arrive_as_warp(smem.keys_empty);  // of a tile without queries no product joins the warps
     }
     wait_for_staging();  // once: a writer that is told to end says nothing any more
@@ -187,7 +188,7 @@ struct Multiplier {
   }
 
  private:
-  CUFLASH_DEVICE void multiply_tile(const KeyTile& work) {
+  CUFLASH_DEVICE void multiply_tile(const KeyTile& work, const Tiles& tiles) {
 #pragma unroll 1
     for (int index = 0; index < KeyTile::entries(params); ++index) {
       const BatchIndex entry = work.entry(params, index);
@@ -208,8 +209,16 @@ struct Multiplier {
         }
         ring.advance();
       }
-      if constexpr (Config::grad_bias) gradient(work, index).clear_unseen(work, blocks);
+      if constexpr (Config::grad_bias) clear_unseen(KeyTile::at(params, tiles.index()), index);
     }
+  }
+
+  // Of a tile that is received once more: no registers hold which blocks it saw.
+  CUFLASH_DEVICE void clear_unseen(const KeyTile& work, int index) const {
+    const Score score(params.score, work.entry(params, index));
+    const Range keys{work.first_key, work.first_key + Config::block_n};
+    gradient(work, index)
+        .clear_unseen(work, work.own(score.q_blocks(keys.begin, keys.end), params));
   }
 
   // Found anew for each block: no registers hold where it lies.
@@ -261,10 +270,10 @@ struct Consumer : DkvWarpgroup<64> {
   static constexpr bool dp_beside_p = Config::head_dim + Config::head_dim_v <= 192;
   // Do they hold a tile's owner from one entry to the next? Not beside lengths, unless dropout or
   // packed sequences lay them out otherwise.
-  static constexpr bool holds_owner = Config::head_dim <= 96 || !Score::has_lengths ||
+  static constexpr bool holds_owner = Config::head_dim <= 96 || !(Score::has_lengths || looks_up) ||
                                       Config::dropout || Config::cu_seqlens != Dtype::none;
   static constexpr int first_turn = 1;  // the first of as many named barriers as warpgroups
-  Ring<BiasTiles::stages> bias_ring;
+  Ring<KeyLookUps::stages> look_up_ring;
 
   CUFLASH_DEVICE void run() {
     Tiles tiles{shared()};
@@ -321,13 +330,13 @@ struct Consumer : DkvWarpgroup<64> {
     ptx::pin(flat(dv_acc));
   }
 
-  CUFLASH_DEVICE BiasReader bias_at(BiasTiles& tiles, const Score&, const LaneIndices&) {
-    const int own_key = LaneIndices(0, 0).key;
-    return {tiles, bias_ring, own_key};
+  // What comes through shared memory, or a bias that is read where it lies.
+  CUFLASH_DEVICE KeyLookUpReader look_up_at(KeyLookUps& look_ups, const Score&, int, int, int) {
+    return {look_ups, look_up_ring};
   }
-  CUFLASH_DEVICE GlobalBias bias_at(NoBiasTiles&, const Score& score,
-                                    const LaneIndices& lane) const {
-    return {score, lane};
+  CUFLASH_DEVICE GlobalBias look_up_at(NoLookUps&, const Score& score, int first_row, int first_key,
+                                       int first) const {
+    return {score, {first_row + first, first_key}};
   }
 
   // dk of the part before and the scores of this one are a turn, dv and dp the next.
@@ -344,19 +353,22 @@ struct Consumer : DkvWarpgroup<64> {
       ptx::pin(flat(s_acc));  // and dk of the part before has read frag
       const KeptBits<1, tiles> kept = kept_pairs(score, first_row + first, first_key);
       if (part == 0) release_block_before();
+      auto look_up = look_up_at(shared().look_ups, score, first_row, first_key, first);
       if constexpr (Score::hides_after_exponentials) {
-        read(lse, smem.lse, first);
-        compute_p(s_acc, s_acc, lse, score, first_row, first_key, first);
-        hide_pairs(s_acc, score, first_row, first_key, masked, first);
-        to_kept_operand(s_acc, kept);
-      } else {
-        auto bias = bias_at(shared().bias, score, {first_row + first, first_key});
-        // Beside buffers of a bias two copies of what a block takes leave too few registers.
-        if (Score::hides_pairs || loads_bias || warp_agrees(masked)) {
-          compute_p_and_weights<true>(s_acc, kept, score, bias, first_row, first_key, first);
+        if constexpr (loads_bias) {
+          compute_biased_p(s_acc, score, look_up, first_row, first_key, first);
         } else {
-          compute_p_and_weights<false>(s_acc, kept, score, bias, first_row, first_key, first);
+          read(lse, smem.lse, first);
+          compute_p(s_acc, s_acc, lse, score, first_row, first_key, first);
         }
+        hide_pairs(s_acc, score, first_row, first_key, masked, first);
+        if constexpr (loads_mask) hide_masked(s_acc, look_up);
+        to_kept_operand(s_acc, kept);
+      } else if (Score::hides_pairs || loads_bias || warp_agrees(masked)) {
+        // Beside buffers of a bias two copies of what a block takes leave too few registers.
+        compute_p_and_weights<true>(s_acc, kept, score, look_up, first_row, first_key, first);
+      } else {
+        compute_p_and_weights<false>(s_acc, kept, score, look_up, first_row, first_key, first);
       }
       pingpong_wait();
       start_dv(first);
@@ -380,6 +392,14 @@ struct Consumer : DkvWarpgroup<64> {
     ptx::fence_async_proxy();
     arrive_as_warp(shared().ds_full[ds_ring.stage()]);
     ring.advance();
+  }
+
+  // Probabilities of pairs that the mask in shared memory hides become 0.
+  template <typename Shows>
+  CUFLASH_DEVICE static void hide_masked(float (&p)[1][tiles][4], Shows& shows) {
+    unrolled<tiles, 4>([&](int t, int i) {
+      if (!shows(t, i / 2, i % 2)) p[0][t][i] = 0.0f;
+    });
   }
 
   CUFLASH_DEVICE void pingpong_wait() const {
@@ -418,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     ptx::setmaxnreg_dec<producer_registers>();
     if (warp == 0) Producer{params, smem}.run();
     if (warp == 1 || warp == 2) Writer{smem, warp - 1u}.run();
-    if (loads_bias && warp == 3) BiasProducer<SharedMemory>{params, smem}.run(smem.bias);
+    if (looks_up && warp == 3) KeyLookUpLoader<SharedMemory>{params, smem}.run(smem.look_ups);
   } else if (warp < 4 + 4 * consumers) {
     ptx::setmaxnreg_inc<consumer_registers>();
     Consumer{{params, smem, warp / 4 - 1}}.run();

@@ -89,6 +89,8 @@ struct Defaults {
   static constexpr bool clusters = false;
   // Does the kernel that combines start while this one runs, and wait for it by itself?
   static constexpr bool overlaps = false;
+  // Are keys and values read about once, so that they may leave the L2 cache first?
+  static constexpr bool reads_once = false;
   // Is there a result over other keys, so_far and lse, which this one joins?
   static constexpr bool joins = false;
   // Do keys and values lie in pages, which a table puts in order?

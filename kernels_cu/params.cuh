@@ -89,11 +89,12 @@ struct ScoreParams {
   Real scale_log2;  // scale * log2(e)
   Real softcap;
   Real inverse_softcap;  // scale / softcap
-  Real capped_1;  // log2(exp(a capped score)) by x^1
-  Real capped_3;  // log2(exp(a capped score)) by x^3
-  Real capped_5;  // log2(exp(a capped score)) by x^5
-  Real capped_7;  // log2(exp(a capped score)) by x^7
-  Real capped_9;  // log2(exp(a capped score)) by x^9
+  Real near_product;  // the largest that is capped by a polynomial
+  Real near_square;
+  Real capped_0;  // log2(exp(a capped score)) / product, by (product^2 - near_square)^0
+  Real capped_1;  // log2(exp(a capped score)) / product, by (product^2 - near_square)^1
+  Real capped_2;  // log2(exp(a capped score)) / product, by (product^2 - near_square)^2
+  Real capped_3;  // log2(exp(a capped score)) / product, by (product^2 - near_square)^3
   uint32_t dropout_threshold;  // weights whose 16 bits are below are dropped
   Real kept_scale;  // of the others
 };

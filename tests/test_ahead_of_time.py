@@ -43,8 +43,8 @@ def test_kernels_of_a_gradient():
     segmented = replace(WORK, arrays=("segment_ids",))
     names = [c.source for c in kernels_of(segmented, H100, backward=True)]
     assert names == [
-        "segment_bounds.cu", "forward_sm90.cu", "backward_delta.cu", "backward_dkv_sm90.cu",
-        "backward_dq_sm90.cu",
+        "segment_bounds.cu", "forward_sm90.cu", "backward_delta.cu", "backward_sm90.cu",
+        "backward_convert.cu",
     ]  # fmt: skip
 
 
@@ -72,10 +72,7 @@ def test_packed_sequences_have_kernels_of_their_own(arrays):
     found = kernels_of(packed, H100, backward=True)
     tiled = [config for config in found if "tile" in config.parts]
     assert {config.cu_seqlens for config in tiled} == {"int32"}
-    of_gradient = ["backward_sm90", "backward_convert"]
-    if arrays == ("segment_ids",):
-        of_gradient = ["backward_dkv_sm90", "backward_dq_sm90"]
-    assert [c.kernel for c in tiled] == ["forward_sm90", *of_gradient]
+    assert [c.kernel for c in tiled] == ["forward_sm90", "backward_sm90", "backward_convert"]
     dense = kernels_of(replace(packed, seqlens=()), H100, backward=True)
     assert not set(tiled) & set(dense)
 

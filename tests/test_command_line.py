@@ -270,6 +270,16 @@ def test_packed_sequences_are_explained(command, explained):
     assert "--seqlens: got 2 packed sequences with --io, expected a batch" in err
 
 
+def test_tiles_of_few_rows_are_explained(explained):
+    shape = "--heads 32 --heads-kv 8 --seqlen 1 --head-dim 64"
+    (own,) = explained(f"{shape} --batch 64 --seqlen-k 4096")["kernels"]
+    assert (own["kernel"], own["why"]) == (
+        "forward_sm80", "few queries of many keys leave most of a tile of Hopper's kernels empty"
+    )  # fmt: skip
+    own, _ = explained(f"{shape} --batch 16 --seqlen-k 8192")["kernels"]
+    assert "4 parts of the keys" in own["why"]
+
+
 def test_query_heads_that_share_a_tile_are_explained_as_they_run():
     decoding = tuning.Workload(8, 32, 8, 1, 4096, 128, 128, "bfloat16", causal=True)
     config = forward_of(decoding.problem(), H100)

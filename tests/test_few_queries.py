@@ -201,6 +201,35 @@ def test_packed_sequences_of_few_queries(d: int) -> None:
             Budget(call).check_forward(out[:, own_q].get(), lse[:, own_q].get())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("entries", "keys"), [(40, 8200), (80, 2100)])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_many_tiles_of_few_rows(entries: int, keys: int, d: int) -> None:
+    """160 tiles, whose keys are split, and 320 that are not; the same bits whatever memory held."""
+    import cupy
+
+    from support.portable import planned_kernels
+
+    rng = cupy.random.default_rng(5)
+    arrays = [rng.standard_normal((entries, 4, n, d), np.float32) for n in (3, keys, keys)]
+    arrays = [a.astype(np.float16) for a in arrays]
+    size, found = cuflash.workspace_size(*arrays, causal=True), set()
+    for byte in (0xFF, 0x45) * 10:
+        workspace = cupy.full(size, byte, cupy.uint8) if size else None
+        with planned_kernels() as configs:
+            out, lse = cuflash.attention(*arrays, causal=True, return_lse=True, workspace=workspace)
+        found.add(out.tobytes() + lse.tobytes())
+        if hardware.present().arch == "sm_90" and configs:
+            assert configs[0].kernel == "forward_sm80"
+            assert (configs[0].block_m, configs[0].split_keys) == (32, entries == 40)
+    assert len(found) == 1
+    for i in (0, entries - 1):
+        own = slice(i, i + 1)
+        q, k, v = (a[own].get() for a in arrays)
+        call = Call(q, k, v, q, options={"causal": True}, wrt=())
+        Budget(call).check_forward(out[own].get(), lse[own].get())
+
+
 def test_the_kernels_of_hopper_are_these() -> None:
     """Without a GPU: what the tables of this file say is chosen."""
     for kernel, (_, rows, keys, _) in KERNELS.items():
@@ -221,3 +250,15 @@ def test_nothing_spills(kernel: str, name: str) -> None:
     for step in choose(problem, hardware.typical("sm_90")):
         report = compile_static(step.config, "sm_90a" if step.config.for_sm90 else "sm_90")
         assert (report.spill_bytes, report.warnings) == (0, ())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["plain", *options_of(1, 1)])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_nothing_spills_where_tiles_are_many(d: int, name: str) -> None:
+    q, k = (np.empty((200, 2, 2, n, d), np.float16) for n in (3, 2048))
+    options = cuflash.Options(**{"plain": {}, **options_of(3, 2048)}[name])
+    config = chosen.forward_of(describe(q, k, k, options), hardware.typical("sm_90"))
+    assert (config.kernel, config.block_m, config.split_keys) == ("forward_sm80", 32, False)
+    report = compile_static(config, "sm_90")
+    assert (report.spill_bytes, report.warnings) == (0, ())

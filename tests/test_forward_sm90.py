@@ -151,10 +151,20 @@ def test_every_family_of_inputs(family, head_dims, dtype):
 
 
 @pytest.mark.parametrize("factor", [8, 40, 2000])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (500, 0)}], ids=str)
-@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"causal": True}, {"window": (500, 0)}, {"softcap": 30.0},
+        {"softcap": 9.0, "causal": True},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 192)], ids=str)
 def test_rows_that_outgrow_their_reference_leave_the_others_alone(head_dims, options, factor):
-    """A warp lets the reference follow, or multiplies again: the bits of its other rows stay."""
+    """A warp lets the reference follow, or multiplies again: the bits of its other rows stay.
+
+    Under a softcap they stay too where other rows have scores that its polynomial does not reach.
+    """
     call = make(head_dims, ((2, 3), 700, 900), options)
     calm, k, v = (call.array(name) for name in "qkv")
     loud = factor * calm  # weights beyond 2^8 against the first block, or beyond all numbers
@@ -170,8 +180,13 @@ def test_rows_that_outgrow_their_reference_leave_the_others_alone(head_dims, opt
 
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
 @pytest.mark.parametrize(
-    "options", [{}, {"causal": True, "offset": -1}, {"window": (900, 5)}], ids=str
-)
+    "options",
+    [
+        {}, {"causal": True, "offset": -1}, {"window": (900, 5)}, {"softcap": 40.0},
+        {"alibi_slopes": np.array([1.5, 0.1, -0.3], np.float32)},
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("head_dims", [(64, 64), (40, 96), (128, 128)], ids=str)
 def test_references_that_follow_are_within_budget(head_dims, options, dtype):
     """Keys that weigh more from block to block, a little or by more than a number holds."""

@@ -10,8 +10,11 @@ from ml_dtypes import bfloat16
 
 from cuflash import Options
 from cuflash._problem.problem import describe
+from cuflash._select.hardware import typical
+from cuflash.testing._budget import Budget
 from support import chosen
 from support.hopper import make
+from support.problems import run
 
 LENGTHS = {"q_lengths": np.array([[7], [5]]), "kv_lengths": np.array([[64], [33]], np.int32)}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -67,6 +70,52 @@ def test_compiles_without_spills(generation: int, head_dim: int) -> None:
     compile_all(configs, generation)
 
 
+def gradient_of(head_dim: int, **options: Any) -> Any:
+    q, k = (np.zeros((2, 2, n, head_dim), bfloat16) for n in (100, 208))
+    return chosen.fused(describe(q, k, k, Options(**options)), deterministic=True)
+
+
+def test_one_pass_is_chosen_where_a_mask_comes_through_shared_memory() -> None:
+    """A mask that is read where it lies has two kernels; segments and biases have one pass."""
+    q, k = (np.zeros((2, 2, n, 64), bfloat16) for n in (100, 208))
+    mask, bias = np.ones((100, 208), np.bool_), np.zeros((100, 208), bfloat16)
+    ids = (np.zeros(100, np.int32), np.zeros(208, np.int32))
+    for options, stages in (
+        ({"mask": mask}, (0, 4)),
+        ({"mask": mask, "segment_ids": ids, "causal": True}, (0, 4)),
+        ({"mask": mask, "softcap": 3.0}, None),
+        ({"mask": mask, "bias": bias}, None),
+        ({"mask": np.ones((100, 209), np.bool_)[:, 1:]}, None),
+        ({"bias": bias}, (3, 0)),
+        ({"segment_ids": ids}, (0, 0)),
+    ):
+        problem = describe(q, k, k, Options(**options))
+        one = [c for c in chosen.backward_of(problem, typical("sm_90")) if c.computes == "dqkv"]
+        found = [(c.bias_stages, c.mask_stages) for c in one]
+        assert found == ([stages] if stages else []), options
+
+
+@pytest.mark.gate
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+def test_gradients_beside_a_mask_compile_without_spills(generation: int, head_dim: int) -> None:
+    """Beside each option that it may come with, and with parts of the queries."""
+    from test_compile_sm90 import compile_all
+
+    beside: list[dict[str, Any]] = [
+        {}, {"causal": True}, {"window": (7, 3), **LENGTHS}, {"dropout": 0.1, "seed": 1},
+        {"alibi_slopes": np.ones(2, np.float32)}, {"scale": -1.0},
+    ]  # fmt: skip
+    configs = set()
+    for options in beside:
+        found = gradient_of(head_dim, mask=np.ones((100, 208), np.bool_), **options)
+        assert found.mask_stages, options
+        configs |= {found, found.replace(split_queries=True)}
+    for other in (np.ones((100, 209), np.bool_)[:, 1:], np.ones((208, 100), np.bool_).T):
+        assert not gradient_of(head_dim, mask=other).mask_stages
+    compile_all(configs, generation)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("shape", [((2, 3), 300, 1136), ((2, 40), 200, 144)], ids=str)
@@ -95,3 +144,34 @@ def test_within_budget(head_dim: int, shape: Any) -> None:
         for ends in ({}, {"q_lengths": rows - 9, "kv_lengths": keys - 75}):
             dtype = np.float16 if getattr(options.get("bias"), "itemsize", 4) == 2 else bfloat16
             check(make((head_dim, head_dim), shape, {**options, **ends}, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("shape", [((2, 3), 300, 1136), ((2, 40), 200, 144)], ids=str)
+def test_gradients_within_budget(head_dim: int, shape: Any) -> None:
+    """Keys hidden from all, rows that see none, a triangle; beside slopes, dropout and bounds."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("the device has no wgmma")
+
+    (_, heads), rows, keys = shape
+    rng = np.random.default_rng(1)
+    mask = rng.random((1, heads, rows, keys)) < 0.6
+    mask[..., 3, :] = mask[..., 30:100] = False
+    bias = np.where(mask, rng.standard_normal(mask.shape), -np.inf)
+    ends = {"q_lengths": rows - 9, "kv_lengths": keys - 75}
+    cases: list[dict[str, Any]] = [
+        {"mask": mask}, {"mask": mask[:, :1], "causal": True}, {"mask": mask, "window": (60, 9)},
+        {"mask": np.broadcast_to(np.tri(rows, keys, dtype=np.bool_), mask.shape).copy(), **ends},
+        {"mask": mask, "alibi_slopes": np.linspace(0.1, 1, heads, dtype=np.float32)},
+        {"mask": mask, "dropout": 0.2, "seed": 5, **ends}, {"mask": mask, "scale": -0.1},
+        {"bias": bias.astype(bfloat16), **ends}, {"bias": bias.astype(np.float16), "causal": True},
+        {"bias": bias[:, :1].astype(bfloat16), "dropout": 0.2, "seed": 5},
+    ]  # fmt: skip
+    for options in cases:
+        dtype = getattr(options.get("bias"), "dtype", bfloat16)
+        call = make((head_dim, head_dim), shape, options, dtype)
+        result, budget = run(cupy, call), Budget(call)
+        budget.check_forward(result.out, result.lse)
+        budget.check_backward(result.gradients, given=(result.out, result.lse))

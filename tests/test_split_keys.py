@@ -139,7 +139,8 @@ def test_a_cluster_has_the_bits_of_two_kernels(
             patch.setattr(split_keys, "in_clusters", lambda _: False)
             plan_cache.forget()
             found.append(forward(call, cuflash.Options(**given)))
-        assert clusters.launched[-1] == "cuflash_forward_combine"
+        last = "cuflash_forward_sm80" if parts == 1 else "cuflash_forward_combine"
+        assert clusters.launched[-1] == last
         assert len({out.tobytes() + lse.tobytes() for out, lse in found}) == 1
         Budget(call).check_forward(*found[0])
 
@@ -200,6 +201,19 @@ def test_tiles_of_two_warps(device: HostDevice, d: int) -> None:
     assert device.launched[-2:] == ["cuflash_forward_sm80", "cuflash_forward_combine"]
     config = next(c for c in device.configs if c.computes == "out")
     assert (config.block_m, config.num_warps, config.split_keys) == (32, 2, True)
+
+
+@pytest.mark.parametrize("keys", [511, 600])
+def test_tiles_of_two_warps_are_not_split_where_they_fill_the_device(
+    device: HostDevice, keys: int
+) -> None:
+    """Keys that are few have no such tiles."""
+    call = make_call("normal", 1, np.dtype(np.float16), (9, 1, 64), (9, keys, 64), (9, keys, 64),
+                     options={"sink": np.array(0.7, np.float32)}, wrt=())  # fmt: skip
+    Budget(call).check_forward(*forward(call, cuflash.Options(**call.options)))
+    assert device.launched == ["cuflash_forward_sm80"]
+    (config,) = device.configs
+    assert (config.block_m == 32, config.split_keys) == (keys >= 512, False)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
@@ -347,7 +361,7 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
             table = signature(np.zeros((batch[0], 1, keys // page_size), np.int32))
             problem = in_pages(problem, pages, pages, table)
         request = Request(problem, capability, num_sms=sms)
-        if not split_keys.wanted(request):
+        if not (split_keys.wanted(request) or split_keys.has_tiles_of_few_rows(request)):
             return 0
         (config,) = ForwardConfig.chosen(request)
         assert config.split_keys
@@ -377,8 +391,13 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
     assert parts((1, 8), 1, 65536, sms=0) == 0
     assert parts((1, 8), 1, 65536, d=256) == 16  # columns are dealt out too
     assert parts((1, 1), 1, 262_144, sms=1000) == 249  # of at most 256, none without keys
-    assert parts((16, 8), 1, 8192) == 0  # tiles enough
-    assert parts((2, 64), 1, 100_000) == 0
+    assert parts((16, 8), 1, 8191) == 0  # tiles enough
+    assert parts((16, 8), 1, 8192) == 4  # four tiles of few rows share an SM
+    assert parts((16, 8), 33, 8192) == 0
+    assert parts((64, 8), 1, 2047) == 0
+    assert parts((64, 8), 1, 4096) == 1
+    assert parts((2, 64), 1, 100_000) == 4
+    assert parts((2, 64), 1, 100_000, d=256) == 0
     assert parts((2, 64), 1, 100_000, kv_lengths=lengths) == 25  # of 4096 keys at most
     assert parts((2, 64), 1, 4096, kv_lengths=lengths // 100) == 0
     assert parts((2, 64), 64, 100_000, kv_lengths=lengths) == 25

@@ -75,7 +75,7 @@ def test_the_shipped_configuration_is_a_member(kernel, head_dim):
 
 def test_one_pass_is_tuned_where_it_runs():
     with pytest.raises(ValueError, match="expected a kernel that serves this problem"):
-        tuning.space(replace(WORK, arrays=("mask",)), "backward_sm90", arch="sm_90a")
+        tuning.space(replace(WORK, arrays=("mask",), softcap=3.0), "backward_sm90", arch="sm_90a")
     found = tuning.space(WORK, "backward_sm90", arch="sm_90a")
     row = measured.Row(
         measured.key_of(found.default, found.hardware.name), (("keys_in_registers", 1),)
@@ -299,7 +299,7 @@ def test_every_field_of_a_tile_is_a_parameter(kernel):
     """A field that only one kernel has says how it computes, or is named here as what it does."""
     what = {"sink", "grad_k", "grad_v", "deterministic", "shared_keys", "partners"}
     what |= {"split_keys", "split_queries", "split_rows", "joins", "paged", "overlaps"}
-    what |= {"clusters", "bias_stages", "mask_stages", "grad_bias", "holds_bias"}
+    what |= {"clusters", "bias_stages", "mask_stages", "grad_bias", "holds_bias", "reads_once"}
     if kernel.endswith("narrow"):  # has one buffer
         what |= {"width", "width_v", "key_bias", "num_stages"}
     kind = _kernels.KERNELS[kernel]

@@ -187,6 +187,8 @@ def _why(work: Workload, config: Any, hardware: Hardware, step: LaunchStep) -> s
         return f"few tiles: {', and '.join(shares)}"
     portable = why_portable(problem, hardware, config.computes)
     portable = portable or ("" if config.for_sm90 else wgmma.leaves_tiles_empty(problem))
+    if not portable and config.kernel == "forward_sm80":
+        portable = "few queries of many keys leave most of a tile of Hopper's kernels empty"
     if getattr(config, "simt", False):
         portable += "; tensor cores would be no faster, or have no room: CUDA cores multiply"
     return portable or "Hopper's instructions serve this problem"

@@ -17,7 +17,8 @@ class BackwardOnePassConfig(fused_backward.AllGradientsConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of every kernel that owns keys, two of ds, one of dq, buffers of a bias."""
+        """Tiles of every kernel that owns keys, two of ds, one of dq, rows of a mask or a bias."""
         ds = 2 * wgmma.panel_bytes(self, self.block_n, self.block_m)
-        staged = 4 * int(self.block_m * self.head_dim) + 8192 * int(self.bias_stages)
+        rows = 32 * int(self.block_n) * (int(self.mask_stages) + 2 * int(self.bias_stages))
+        staged = 4 * int(self.block_m * self.head_dim) + rows
         return wgmma.key_owner_bytes(self) + ds + staged + 1024

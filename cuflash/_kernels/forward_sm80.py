@@ -117,7 +117,7 @@ class ForwardConfig(KernelConfig):
         own["paged"] = request.problem.pages is not None
         general = needs_score_math(request.problem) or not own["scale_in_exponent"]
         general = general or request.problem.num_queries is not None
-        if split_keys.wanted(request):
+        if split_keys.wanted(request) or split_keys.has_tiles_of_few_rows(request):
             own |= split_keys.fields(cls, request)
         if own["paged"] or "split_keys" in own:
             general = general or split_keys.few(request.problem)  # narrower tiles (D181)

@@ -49,9 +49,10 @@ ROWS = (
     Row("score math", (192, 192), (128, 96, 2, 1, 0)),
     Row("score math", (256, 256), (128, 64, 2, 1, 0)),
     # A softcap alone leaves registers for more; where there are many rows for 192 of them.
+    Row("softcap alone", (96, 96), (128, 128, 2, 2, 4), "D131"),
     Row("softcap alone", (128, 128), (128, 128, 2, 2, 4), "D102"),
+    Row("softcap alone", (192, 192), (128, 96, 2, 1, 2), "D131"),
     Row("softcap alone, many rows", (64, 64), (192, 128, 4, 2, 0), "D102"),
-    Row("full softcap alone, many rows, measured", (64, 64), (192, 128, 4, 2, 1), "D103"),
     Row("slopes alone", (128, 128), (128, 128, 2, 2, 4), "D133"),
     # Lengths, bounds and drawn bits leave no registers for 96 keys (NVRTC 13.5).
     Row("dropout", (192, 192), (128, 64, 2, 1, 0)),
@@ -248,7 +249,6 @@ def _holding(request: Request, stages: dict[str, int]) -> dict[str, bool]:
     # Three warpgroups have no registers for a sink and bounds from arrays.
     narrow = narrow and not (sink and (lengths or problem.offset is not None))
     alone = "" if sink else wgmma.only_option(problem)
-    full = "" if problem.window_right is not None else "full "
     return {
         "lengths": lengths or packed,
         "offsets": problem.offset is not None,
@@ -261,8 +261,6 @@ def _holding(request: Request, stages: dict[str, int]) -> dict[str, bool]:
         "score math": needs_score_math(problem),
         "all that takes registers": register_pressure(problem) > _MOST_PRESSURE,
         f"{alone} alone": bool(alone),
-        f"{full}{alone} alone": bool(alone),
-        "measured": request.measured,
         "softcap": problem.softcap is not None,
         "dropout": problem.dropout > 0,
         "packed": packed,

@@ -24,7 +24,8 @@ ROWS = (
 )
 WIDEST_ALONE = 128  # padded head size that one thread block holds the results of
 _WIDEST_CROWDED = 96  # the same beside a bias that is read where it lies, or two other options
-_BIAS_STAGES = 4  # as many as fit (D190)
+#: Buffers of 32 rows of a bias of 16 bits or of a mask, by padded head size: as many as fit (D190).
+_BIAS_STAGES, _MASK_STAGES = {32: 4, 64: 3, 128: 4}, {32: 4, 64: 4, 96: 2, 128: 4}
 
 
 class Own(NamedTuple):
@@ -36,6 +37,7 @@ class Own(NamedTuple):
     split_queries: bool = False  # are the queries of a tile dealt out to several thread blocks?
     split_rows: bool = False  # even those of one batch entry?
     bias_stages: int = 0  # buffers of a bias in shared memory; 0: it is read where it lies
+    mask_stages: int = 0  # of a mask
     grad_bias: bool = False  # is the gradient of a bias, one pair's each, written as well?
 
 
@@ -99,15 +101,24 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         fields = wgmma.fields(cls, request, ROWS)
-        fields["bias_stages"] = bias_stages(request)
+        fields["bias_stages"], fields["mask_stages"] = bias_stages(request), mask_stages(request)
         return (cls(**fields, deterministic=request.deterministic),)
 
 
 def bias_stages(request: Request) -> int:
-    """Buffers of a bias, of 16 bits beside 128 columns; none where it is read where it lies."""
+    """Buffers of a bias of 16 bits; none where it is read where it lies."""
     bias = request.problem.bias
     comes = bias is not None and bias.dtype.itemsize == 2 and look_ups.bias_comes(request)
-    return _BIAS_STAGES if comes and smallest(ROWS, request.problem)[0] == WIDEST_ALONE else 0
+    return _BIAS_STAGES.get(smallest(ROWS, request.problem)[0], 0) if comes else 0
+
+
+def mask_stages(request: Request) -> int:
+    """Buffers of a mask that hides probabilities; none where it is read where it lies."""
+    problem = request.problem
+    others = (problem.bias, problem.softcap, problem.formulas, problem.cu_seqlens_q)
+    alone = all(other is None for other in others)
+    comes = alone and look_ups.come_by_rows(problem.mask, request)
+    return _MASK_STAGES.get(smallest(ROWS, problem)[0], 0) if comes else 0
 
 
 def _crowded(request: Request) -> bool:
@@ -121,11 +132,11 @@ def _crowded(request: Request) -> bool:
 def wins(request: Request, config: KernelConfig) -> bool:
     """Whether one pass is chosen without being asked for: docs/backward-sm90.md.
 
-    What a device has shown right and faster: up to head size 128 every option but masks and
-    segments, beyond plain and causal scores of heads that do not share keys. (D20, D190)
+    What a device has shown right and faster: up to head size 128 every option but a mask that is
+    read where it lies, beyond plain and causal scores of heads that do not share keys. (D20, D190)
     """
     if config.head_dim <= WIDEST_ALONE:
-        return not config.mask and config.segment_ids == "none"
+        return config.mask_stages > 0 or not config.mask
     return not (
         not config.scale_in_exponent
         or config.window_left

@@ -242,6 +242,7 @@ class Forward(NamedTuple):
     num_stages: int = 2  # buffers of k and of v
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
     overlaps: bool = False  # does the kernel that combines them start meanwhile?
+    reads_once: bool = False  # are keys read about once, and may leave the L2 cache first?
     clusters: bool = False  # or are these blocks a cluster, which combines them?
     paged: bool = False  # do keys and values lie in pages, which a table puts in order?
 

@@ -20,6 +20,8 @@ from cuflash._problem.float8 import E4M3
 from cuflash._problem.problem import HALVES, Problem
 
 FEW_ROWS = portable.ROWS_OF_FOUR_WARPS  # of a tile of one query each of a few heads
+WIDTHS_OF_FEW_ROWS = (64, 128, 256)  # padded head sizes of tiles of up to 32 rows
+TILES_OF_FEW_ROWS = 4  # that share an SM
 MOST_CLUSTER_PARTS = 8  # thread blocks of a cluster that every device with clusters can run at once
 
 
@@ -28,6 +30,7 @@ class Bounds(NamedTuple):
 
     fewest: int  # that are worth a second kernel
     fewest_in_pages: int  # of a tile of few rows
+    fewest_beside_tiles: int  # of few rows, where more than half of the SMs have a tile
     of_a_row: int  # that are worth it for each query
     least: int  # of a part
     short_parts: int  # of few rows: so many parts may be shorter,
@@ -38,7 +41,7 @@ class Bounds(NamedTuple):
 
 
 #: From `fewest` keys on those in order have the parts, and so the bits, of those in pages. (D196)
-BOUNDS = Bounds(2048, 512, 8, 256, 16, 64, 4096, 256, 32)
+BOUNDS = Bounds(2048, 512, 8192, 8, 256, 16, 64, 4096, 256, 32)
 
 
 class InClusters(NamedTuple):
@@ -68,6 +71,27 @@ def wanted(request: Request) -> bool:
         return _is_ragged(problem)
     tiles = math.prod(problem.batch) * -(-problem.seqlen_q // (FEW_ROWS if few(problem) else 128))
     return bool(2 * tiles <= request.num_sms or _is_ragged(problem))
+
+
+def has_tiles_of_few_rows(request: Request) -> bool:
+    """Whether few rows see many keys: small tiles read these faster than Hopper's. (D181)
+
+    Keys are split where tiles do not fill the device: so many that a second kernel is worth it.
+    """
+    problem, bounds = request.problem, BOUNDS
+    widest = portable.padded(max(problem.head_dim, problem.head_dim_v))
+    fills = 2 * math.prod(problem.batch) > TILES_OF_FEW_ROWS * request.num_sms
+    fewest = bounds.fewest if fills else bounds.fewest_beside_tiles
+    return bool(
+        request.num_sms
+        and not request.simt
+        and not problem.joins
+        and problem.cu_seqlens_q is None
+        and problem.dtype in HALVES
+        and widest in WIDTHS_OF_FEW_ROWS
+        and problem.seqlen_q <= portable.ROWS_OF_TWO_WARPS
+        and problem.seqlen_k >= fewest
+    )
 
 
 def in_clusters(request: Request) -> bool:
@@ -121,6 +145,8 @@ def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
     if kernel.of_few_rows and in_clusters(request):
         return {"split_keys": True, "clusters": True}
     exact = {"split_keys": True, "out_dtype": request.problem.lse_dtype.name}
+    if kernel.of_few_rows:
+        exact["reads_once"] = _reads_once(request)
     return exact | {"overlaps": request.capability >= 90}
 
 
@@ -148,6 +174,18 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
         most = min(most, MOST_CLUSTER_PARTS)
     parts = max(1, min(parts, most, bounds.most_parts))
     return int(-(-blocks // -(-blocks // parts)))
+
+
+def _reads_once(request: Request) -> bool:
+    """Whether keys are read about once, and may leave the L2 cache first, as measured. (D181)"""
+    problem = request.problem
+    return bool(
+        request.capability >= 90
+        and not request.simt
+        and problem.dtype in HALVES
+        and problem.cu_seqlens_q is None
+        and few(problem)
+    )
 
 
 def _is_ragged(problem: Problem) -> bool:

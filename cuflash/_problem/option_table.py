@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from cuflash._errors import wrong_type
-from cuflash._problem import checks, philox
+from cuflash._problem import capped, checks, philox
 from cuflash._problem.score_mod import MaskMod, ScoreMod
 
 #: What an option acts on, in the order in which configurations and keys of tiles name options.
@@ -57,19 +57,6 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _cap(problem: Any) -> float:
-    """A cap with an inverse that is a normal number; above it, no score changes."""
-    return min(float(problem.softcap), 2.0**900 if problem.lse_dtype == np.float64 else 2.0**60)
-
-
-#: tanh x, up to x = 0.625, by odd powers of x with an error of 4.3e-8.
-_TANH = (1.0, -0.3333187512745328, 0.13302009512490384, -0.05170172836268798, 0.01488930985112598)
-
-
-def _capped(coefficient: float) -> Callable[[Any], float]:
-    return lambda problem: coefficient * _cap(problem) * math.log2(math.e)
-
-
 #: In the order of ``ScoreParams`` in ``kernels_cu/params.cuh``.
 OPTIONS = (
     Option("bias", checks.floats, "add", {"bias": "mn"}, compiled="dtype", grad="dbias"),
@@ -102,14 +89,9 @@ OPTIONS = (
     Option(
         "softcap", checks.positive, "cap", number=_as_it_is, compiled="flag", pressure=1,
         params={
-            "softcap": (np.float32, _cap, ""),
-            "inverse_softcap": (np.float32, lambda p: p.scale / _cap(p), "scale / softcap"),
-            **{
-                f"capped_{power}": (
-                    np.float32, _capped(x), f"log2(exp(a capped score)) by x^{power}",
-                )
-                for power, x in zip(range(1, 10, 2), _TANH, strict=True)
-            },
+            "softcap": (np.float32, capped.cap, ""),
+            "inverse_softcap": (np.float32, lambda p: p.scale / capped.cap(p), "scale / softcap"),
+            **capped.PARAMS,
         },
     ),
     Option("score_mod", _formula(ScoreMod), "formula", in_problem=False),

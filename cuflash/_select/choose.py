@@ -128,8 +128,9 @@ def _forward(call: _Call, override: KernelConfig | None) -> list[LaunchStep]:
         return [LaunchStep(config)]
     problem = call.request.problem
     parts = split_keys.parts_of(problem, config, call.request.num_sms)
-    if not config.leaves_parts and parts == 1:
-        config = config.replace(split_keys=False, clusters=False)
+    if parts == 1 and config.of_few_rows:
+        of_parts = dict.fromkeys(("split_keys", "clusters", "overlaps", "reads_once"), False)
+        return [LaunchStep(config.replace(**of_parts, out_dtype=problem.out.dtype.name))]
     if not config.leaves_parts:
         return [LaunchStep(config, splits=parts)]
     combining = CombineConfig.after(config, problem.out.dtype.name)
@@ -207,7 +208,8 @@ def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ker
     """The passes of the first kernel of a result that serves; none where none does."""
     request, hardware, access, only = call
     joins = request.problem.joins
-    splits = result == "out" and override is None and split_keys.wanted(request)
+    few = split_keys.has_tiles_of_few_rows(request)
+    splits = result == "out" and override is None and (few or split_keys.wanted(request))
     for kernel in that_compute(result):
         asked = override is None or kernel.kernel == override.kernel
         if not asked or (only is not None and kernel.kernel not in only):

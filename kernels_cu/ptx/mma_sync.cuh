@@ -86,6 +86,12 @@ CUFLASH_DEVICE Value load_shared(uint32_t smem) {
   return x;
 }
 
+CUFLASH_DEVICE uint32_t load_shared_8(uint32_t smem) {
+  uint16_t x;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=h"(x) : "r"(smem));
+  return x;
+}
+
 CUFLASH_DEVICE uint32_t load_shared_16(uint32_t smem) {
   uint16_t x;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(smem));

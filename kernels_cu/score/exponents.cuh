@@ -4,16 +4,13 @@
 //   log2 exp(logit - reference) = product * scale_log2 - slope_log2 * |q + offset - k| - shift
 //
 // Slopes make it linear in k on each side of q + offset: a block lies on one (Score::bends).
-// Under a softcap a product is divided by it before, x: tanh x is a polynomial up to
-// `polynomial_end`, and takes an exponential and a quotient beyond. Which of the two depends on x
-// alone.
+// Under a softcap a logit is softcap * tanh x: an odd polynomial of the product while that is near
+// 0, an exponential and a quotient beyond. Which of the two depends on the product alone.
 #pragma once
 
 #include "score/score.cuh"
 
 namespace cuflash {
-
-constexpr float polynomial_end = 0.625f;
 
 // Of the columns that a lane holds of one row, counted from its first.
 struct RowExponents {
@@ -31,15 +28,14 @@ struct RowExponents {
     }
   }
 
-  // Of a product or, where there is a softcap, of x up to polynomial_end.
+  // Of a product; where there is a softcap, of one near 0.
   CUFLASH_DEVICE float operator()(float product, int column) const {
     const ScoreParams& params = score.params;
     if constexpr (Score::is_capped) {
-      const float square = product * product;
-      float factor = fma(square, params.capped_9, params.capped_7);
-      factor = fma(square, factor, params.capped_5);
-      factor = fma(square, factor, params.capped_3);
-      factor = fma(square, factor, params.capped_1);
+      const float t = beyond_near(product);
+      float factor = fma(t, params.capped_3, params.capped_2);
+      factor = fma(t, factor, params.capped_1);
+      factor = fma(t, factor, params.capped_0);
       return fma(product, factor, -shift);
     } else if constexpr (Score::has_slopes) {
       const float added = fma(slope, static_cast<float>(column), -shift);
@@ -49,46 +45,51 @@ struct RowExponents {
     }
   }
 
-  // Of any x.
-  CUFLASH_DEVICE float of_any(float x) const {
+  // How far the square of a product is beyond those of products near 0; where it is negative, the
+  // product is no larger than near_product.
+  CUFLASH_DEVICE float beyond_near(float product) const {
+    return fma(product, product, -score.params.near_square);
+  }
+
+  // Of any product under a softcap, of which `near` is the exponent if it is near 0.
+  CUFLASH_DEVICE float of_any(float product, float near) const {
+    const float x = product * score.params.inverse_softcap;
     // tanh x = 1 - 2 / (1 + exp 2x), which would cancel near 0.
     const float t = 1.0f - __fdividef(2.0f, 1.0f + ptx::exp2_approx(2.0f * log2_e * fabs(x)));
-    const float beyond = fma(copysignf(t, x), score.params.capped_1, -shift);
-    const float within = ptx::computed((*this)(x, 0));  // a branch would take longer
-    return fabs(x) <= polynomial_end ? within : beyond;
+    const float far = fma(copysignf(t, x), score.params.softcap * log2_e, -shift);
+    return fabs(product) <= score.params.near_product ? near : far;
   }
 };
 
-// In so many parts of an accumulator of `tiles` it is asked whether the polynomial serves: its
-// registers are few then.
+// Exponents of some neighbouring tiles of an accumulator under a softcap. A branch for a whole
+// block would leave exponentials nothing to run beside, one for each tile takes longer.
 template <int tiles>
-constexpr int exponent_parts = tiles % 4 == 0 ? 4 : 2;
+struct CappedExponents {
+  static constexpr int count = tiles % 4 == 0 ? 4 : 2;
+  static_assert(tiles % count == 0, "no tile is left over");
+  float exponents[count][4];
+  int signs;  // negative where all products are near 0
 
-// Products of one of these parts become exponents under a softcap.
-template <int tiles>
-CUFLASH_DEVICE void form_exponents(float (&s_acc)[1][tiles][4], int part,
-                                   const RowExponents (&of_row)[2]) {
-  constexpr int own = tiles / exponent_parts<tiles>;
-  static_assert(own * exponent_parts<tiles> == tiles, "whole parts");
-  const int first = part * own;
-  float largest = 0.0f;
-  unrolled<own, 4>([&](int t, int i) {
-    float& x = s_acc[0][first + t][i];
-    x *= of_row[0].score.params.inverse_softcap;
-    largest = fmaxf(largest, fabs(x));
-  });
-  const bool near = largest <= polynomial_end;
-  if (warp_agrees(!near)) {
-    unrolled<own, 4>([&](int t, int i) {
-      float& x = s_acc[0][first + t][i];
-      x = of_row[i / 2].of_any(x);
-    });
-  } else {
-    unrolled<own, 4>([&](int t, int i) {
-      float& x = s_acc[0][first + t][i];
-      x = of_row[i / 2](x, 0);
+  // As if they were.
+  CUFLASH_DEVICE void form(const float (&s_acc)[1][tiles][4], int first,
+                           const RowExponents (&of_row)[2]) {
+    signs = -1;
+    unrolled<count, 4>([&](int t, int i) {
+      const float product = s_acc[0][first + t][i];
+      signs &= __float_as_int(of_row[0].beyond_near(product));
+      exponents[t][i] = of_row[i / 2](product, 0);
     });
   }
-}
+
+  // Those of other products. `sum` never has these bits: it is complete when this is asked.
+  CUFLASH_DEVICE void mend(const float (&s_acc)[1][tiles][4], int first,
+                           const RowExponents (&of_row)[2], float sum) {
+    if (!warp_agrees(signs >= 0 || __float_as_uint(sum) == 0xffffffffu)) return;
+    unrolled<count, 4>([&](int t, int i) {
+      float& exponent = exponents[t][i];
+      exponent = of_row[i / 2].of_any(s_acc[0][first + t][i], exponent);
+    });
+  }
+};
 
 }  // namespace cuflash

@@ -134,7 +134,7 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
   // What the mask shows of two keys, `kv_idx` and 8 more, to the queries of the columns.
   template <int tiles>
   CUFLASH_DEVICE void unmasked_of_keys(ColumnBits (&seen)[2], int kv_idx, int first_row) const {
-    if constexpr (Config::mask) {
+    if constexpr (Config::mask && !Config::mask_stages) {
       uint32_t bits[2];
       const int block_row = first_row - 2 * (ptx::thread_index() % 4);
       mask_matrix().template rows<tiles>(bits, block_row, seqlen.q, kv_idx, seqlen.k);
@@ -233,13 +233,25 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
             first_row,    seqlen.q};
   }
 
-  // `apply` of a visible pair whose bias was read and is all that is added.
+  // `apply` of a visible pair whose bias was read and is all that is added, or slopes with it. A
+  // bias of -inf hides the pair if its product is finite.
   CUFLASH_DEVICE Real with_bias(Real score, Real bias) const { return fma(scale(), score, bias); }
+  CUFLASH_DEVICE Real with_bias(Real score, Real bias, int q_idx, int kv_idx) const {
+    return with_alibi(with_bias(score, bias), q_idx, kv_idx);
+  }
 
   // Do some of these keys lie before, and others behind, what slopes count from?
   CUFLASH_DEVICE bool bends(Range rows, Range keys) const {
     if constexpr (Config::alibi_slopes == Dtype::none) return false;
     return keys.end > near_offset + rows.begin + 1 && keys.begin < near_offset + rows.end;
+  }
+
+  // Does a slope make weights of these keys 2^64 times those of the keys behind them, which were
+  // visited before? These keys lie on one side of what slopes count from.
+  CUFLASH_DEVICE bool rises(Range rows, Range keys) const {
+    if constexpr (Config::alibi_slopes == Dtype::none) return false;
+    const Real step = slope * static_cast<Real>(keys.end - keys.begin) * log2_e;
+    return (keys.begin > near_offset + rows.begin ? step : -step) > 64;
   }
 
   // What a slope multiplies.

@@ -48,11 +48,15 @@ struct ScoreTraits {
   // Is the gradient of a score that of its logit?
   static constexpr bool adds_only = !Config::softcap && !Config::score_mod;
 
-  // Is a logit a multiple of q.k and a distance, whoever sees it? Who does is asked after the
-  // exponentials, in a branch. A mask alone has no branch, and no registers without one.
-  static constexpr bool hides_after_exponentials = adds_only && Config::bias == Dtype::none &&
-                                                   !Config::mask_mod &&
-                                                   (!Config::mask || Config::window_right);
+  // Is a logit a multiple of q.k, a distance and a bias that is there for every pair, whoever sees
+  // it? Who does is asked after the exponentials, in a branch. A mask that is read where it lies
+  // has no branch, and no registers without one.
+  static constexpr bool hides_after_exponentials =
+      adds_only && (Config::bias == Dtype::none || Config::bias_stages) && !Config::mask_mod &&
+      (!Config::mask || Config::mask_stages || Config::window_right);
+
+  // Is who sees a pair asked for as bits of columns then? Bounds alone are compared.
+  static constexpr bool hides_by_bits = has_segments || (Config::mask && !Config::mask_stages);
 
   // Do options leave registers beside scores for what dropout draws?
   static constexpr bool leaves_registers =
@@ -74,6 +78,9 @@ struct ScoreTraits {
   static constexpr bool exponent_of_product =
       !is_double && !may_hide_rows && !Config::score_mod && Config::bias == Dtype::none &&
       Config::scale_in_exponent + is_capped + has_slopes == 1;
+
+  // Does a softcap alone make it so? Then the largest product has the largest logit.
+  static constexpr bool is_capped_product = exponent_of_product && is_capped;
 
   // Is it so with nothing of a row or an entry to keep in registers but where a causal bound lies?
   static constexpr bool is_light = is_plain && !has_sink && !Config::window_left &&

@@ -3,10 +3,9 @@
 
 #include "schedule/segments.cuh"
 #include "sm90/consumer_schedule.cuh"
-#include "score/exponents.cuh"
-#include "sm90/logits.cuh"
 #include "sm90/finished_rows.cuh"
 #include "sm90/raw_scores.cuh"
+#include "sm90/weights.cuh"
 
 namespace cuflash {
 
@@ -77,8 +76,9 @@ struct Consumer {
 #pragma unroll 1
       for (; block >= own.full_begin; --block) {
         const int first_key = block * Config::block_n;
-        const bool bends = score.bends({rows.first_row, rows.first_row + 64},
-                                       {first_key, first_key + Config::block_n});
+        const Range own_rows{rows.first_row, rows.first_row + 64};
+        const Range keys{first_key, first_key + Config::block_n};
+        const bool bends = score.bends(own_rows, keys) || score.rises(own_rows, keys);
         if (keeps_reference && !(may_bend && warp_agrees(bends))) {
           next_full_block(score, rows, entry, block, block == own.begin);
         } else if constexpr (!keeps_reference || may_bend) {
@@ -295,13 +295,16 @@ struct Consumer {
   template <Edge edge, int tiles>
   CUFLASH_DEVICE void online_softmax(float (&s_acc)[1][tiles][4], const Score& score, int first_row,
                                      int first_key, const PrefetchedMaskBias<tiles>& prefetched) {
+    if constexpr (Score::is_capped_product) {
+      return capped_softmax<edge>(s_acc, softmax, smem.never, score, first_row, first_key);
+    }
     if constexpr (looks_up) {
       look_up<edge>(s_acc, score, first_row, first_key);
     } else {
       apply_score<edge>(s_acc, score, first_row, first_key, prefetched);
     }
     softmax.find_maximum(s_acc, score);
-    exponentiate(s_acc, [&](float value, int, int i) {
+    exponentiate(s_acc, softmax, smem.never, [&](float value, int, int i) {
       return score.exponent(value, softmax.shift[i / 2]);
     });
     softmax.add_block();
@@ -332,30 +335,16 @@ struct Consumer {
     const RowExponents of_row[2] = {{score, lane.row, lane.key, softmax.shift[0]},
                                     {score, lane.row + 8, lane.key, softmax.shift[1]}};
     if constexpr (loads_bias) {
-      exponentiate(s_acc, [&](float logit, int, int i) {
+      exponentiate(s_acc, softmax, smem.never, [&](float logit, int, int i) {
         return score.exponent(logit, softmax.shift[i / 2]);
       });
     } else if constexpr (Score::is_capped) {
-      unrolled<exponent_parts<s_tiles>>([&](int part) { form_exponents(s_acc, part, of_row); });
-      exponentiate(s_acc, [](float exponent, int, int) { return exponent; });
+      exponentiate_capped<Edge::none>(s_acc, softmax, smem.never, of_row, {});
     } else {
-      exponentiate(s_acc, [&](float product, int t, int i) {
+      exponentiate(s_acc, softmax, smem.never, [&](float product, int t, int i) {
         return of_row[i / 2](product, 8 * t + i % 2);
       });
     }
-  }
-
-  template <int tiles, typename Exponent>
-  CUFLASH_DEVICE void exponentiate(float (&s_acc)[1][tiles][4], const Exponent& exponent) {
-    // Nothing ties exponentials to the wait for p v, and ptxas would move it above most of them. An
-    // arrive that never happens, because no sum has these bits, needs the first of them done.
-    constexpr int tied = tiles * Config::overlap_quarters / 4;
-    softmax.exponentiate<0, tied>(s_acc, exponent);
-    if constexpr (tied > 0) {
-      const float sum = softmax.block_sum[0] + softmax.block_sum[1];
-      arrive_if(smem.never, __float_as_uint(sum) == 0xffffffffu);
-    }
-    softmax.exponentiate<tied, tiles>(s_acc, exponent);
   }
 
   // Weights that are kept become the operand of p v, 0 for the other keys of the block.

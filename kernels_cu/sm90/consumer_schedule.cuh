@@ -13,12 +13,13 @@ constexpr bool halves_last = halves && Score::last_rows_see_most;
 constexpr bool halves_first = halves && Score::masks_before_full;
 
 // Full blocks are weighed against the rows' reference as it is: see Consumer::next_full_block. At
-// wide heads products take so long that it gains nothing. (D1) A softcap or slopes beside segments
-// or packed sequences leave no registers for it.
+// wide heads products take so long that it gains nothing but under a softcap. (D1, D131) A softcap
+// or slopes beside segments or packed sequences leave no registers for it.
 constexpr bool is_light_enough =
     Config::scale_in_exponent || (!Score::has_segments && Config::cu_seqlens == Dtype::none);
-constexpr bool keeps_reference = looks_up || (Score::exponent_of_product && is_light_enough &&
-                                              !Config::dropout && Config::head_dim <= 128);
+constexpr bool is_worth_it = Config::head_dim <= 128 || Score::is_capped_product;
+constexpr bool keeps_reference =
+    looks_up || (Score::exponent_of_product && is_light_enough && !Config::dropout && is_worth_it);
 static_assert(!loads_mask || Config::scale_in_exponent, "hidden is what is -inf before its scale");
 constexpr bool may_bend = Score::has_slopes;
 // The softmax of one warpgroup runs under the products of another. Where there are three, those

@@ -107,18 +107,36 @@ struct DkvWarpgroup {
     });
   }
 
+  // The same with a bias that comes through shared memory, asked for in the order of t, half and i;
+  // lse is read as it is needed: beside a bias registers do not hold it.
+  template <typename Bias>
+  CUFLASH_DEVICE void compute_biased_p(float (&s_acc)[1][tiles][4], const Score& score, Bias& bias,
+                                       int first_row, int first_key, int first) const {
+    const LaneIndices lane(first_row + first, first_key);
+    const uint32_t lse = ptx::shared_address(smem.lse[ring.stage()] + (lane.row - first_row));
+    float2 of_columns;
+    unrolled<tiles, 4>([&](int t, int i) {
+      if (i == 0) of_columns = ptx::load_shared_pair(lse + 32 * t);
+      const int q_idx = lane.row + 8 * t + i % 2, kv_idx = lane.key + 8 * (i / 2);
+      float& s = s_acc[0][t][i];
+      const float logit = score.with_bias(s, bias(t, i / 2, i % 2), q_idx, kv_idx);
+      s = ptx::exp2_approx(
+          score.probability_exponent(logit, i % 2 == 0 ? of_columns.x : of_columns.y));
+    });
+  }
+
   CUFLASH_DEVICE void hide_pairs(float (&p)[1][tiles][4], const Score& score, int first_row,
                                  int first_key, bool masked, int first = 0) const {
     if (!warp_agrees(masked)) return;
     const LaneIndices lane(first_row + first, first_key);
     ColumnBits seeing[2];
-    if constexpr (Score::may_hide_rows) find_seeing(seeing, score, lane);
+    if constexpr (Score::hides_by_bits) find_seeing(seeing, score, lane);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Range range = lane.seeing(score, half);
       unrolled<tiles, 2>([&](int t, int i) {
         const bool sees =
-            Score::may_hide_rows ? seeing[half].contains(t, i) : range.contains(8 * t + i);
+            Score::hides_by_bits ? seeing[half].contains(t, i) : range.contains(8 * t + i);
         if (!sees) p[0][t][2 * half + i] = 0.0f;
       });
     }

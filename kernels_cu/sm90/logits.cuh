@@ -24,6 +24,28 @@ struct LaneIndices {
   }
 };
 
+// The columns that bounds leave of one row, whose keys are counted from the lane's first.
+CUFLASH_DEVICE ColumnBits columns_within(Range keys, Edge edge, int columns) {
+  const int first = edge == Edge::last ? 0 : keys.begin;
+  const int end = edge == Edge::first ? columns : keys.end;
+  return ColumnBits::within({first, end});
+}
+
+// Which columns bounds leave of the two rows of this lane.
+struct SeenColumns {
+  ColumnBits of_row[2];
+
+  SeenColumns() = default;
+
+  CUFLASH_DEVICE SeenColumns(const Score& score, const LaneIndices& lane, Edge edge, int columns) {
+    if (edge == Edge::none) return;
+    unrolled<2>([&](int half) {
+      const Range keys = score.kv_range_from(lane.key, lane.row + 8 * half);
+      of_row[half] = columns_within(keys, edge, columns);
+    });
+  }
+};
+
 // What a mask, if it is alone, and a bias hold for the two rows of this lane: under way while
 // scores are multiplied.
 template <int tiles>
@@ -64,9 +86,7 @@ CUFLASH_DEVICE void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
         seen = score.seen_of_row<tiles>(q_idx, lane.key, keys);
         if constexpr (bounds_as_bits) {
           static_assert(tiles <= 16, "a bit for each column of a row");
-          const int first = edge == Edge::last ? 0 : keys.begin;
-          const int end = edge == Edge::first ? 8 * tiles : keys.end;
-          seen.bits &= ColumnBits::within({first, end}).bits;
+          seen.bits &= columns_within(keys, edge, 8 * tiles).bits;
         }
       }
       unrolled<tiles, 2>([&](int t, int i) {

@@ -8,39 +8,20 @@
 #pragma once
 
 #include "schedule/pipeline.cuh"
-#include "score/score.cuh"
 #include "sm90/barrier.cuh"
+#include "sm90/look_up_tile.cuh"
 
 namespace cuflash {
 
-constexpr bool loads_mask = Config::mask_stages > 0, loads_bias = Config::bias_stages > 0;
-constexpr bool looks_up = loads_mask || loads_bias;
 constexpr int look_up_stages = loads_mask   ? Config::mask_stages
                                : loads_bias ? Config::bias_stages
                                             : 1;
 static_assert(!looks_up || Config::block_m == 128, "a warp for each of two warpgroups");
-static_assert(!(loads_mask && loads_bias), "one of the two");
-
-// Rows of a mask, a byte for each pair, or of a bias. Chunks of 16 bytes are turned within 128
-// bytes, so that those which the lanes of a warp read at once lie in different banks: of a mask and
-// of 16 bits one chunk of eight rows, of float32 two of four rows.
-struct LookedUp {
-  using Value = If<loads_mask, uint8_t, Score::BiasValue>;
-  static constexpr int per_chunk = 16 / sizeof(Value);
-  static constexpr int row_bytes = Config::block_n * sizeof(Value);
-  static_assert(!looks_up || (row_bytes % 128 == 0 && sizeof(Value) <= 4), "whole 128 bytes");
-
-  alignas(128) unsigned char rows[64][row_bytes];
-
-  CUFLASH_DEVICE static int turn(int row) { return sizeof(Value) < 4 ? row % 8 : row % 4 * 2; }
-  CUFLASH_DEVICE static int place(int row, int chunk) {
-    return row * row_bytes + ((chunk ^ turn(row)) << 4);
-  }
-};
+using RowsLookedUp = LookedUp<64>;
 
 template <bool are_there>
 struct LookUps {
-  LookedUp block[2][look_up_stages];  // of each warpgroup
+  RowsLookedUp block[2][look_up_stages];  // of each warpgroup
   uint64_t full[2][look_up_stages], empty[2][look_up_stages];
 
   CUFLASH_DEVICE void init_barriers() {
@@ -59,13 +40,13 @@ struct LookUps<false> {
 
 // Raw products of a lane whose pairs a mask hides become -inf.
 template <int tiles>
-CUFLASH_DEVICE void hide(float (&s_acc)[1][tiles][4], const LookedUp& mask) {
+CUFLASH_DEVICE void hide(float (&s_acc)[1][tiles][4], const RowsLookedUp& mask) {
   const int thread = ptx::thread_index(), lane = thread % 32;
   const int row = 16 * (thread / 32 % 4) + lane / 4;
-  const uint32_t at = ptx::shared_address(mask.rows) + LookedUp::place(row, 0) + lane % 4 * 2;
+  const uint32_t at = ptx::shared_address(mask.rows) + RowsLookedUp::place(row, 0) + lane % 4 * 2;
   unrolled<tiles, 2>([&](int t, int half) {
     const uint32_t from = (at ^ (t / 2 % 8 << 4)) + t / 16 * 128 + t % 2 * 8;
-    const uint32_t pair = ptx::load_shared_16(from + half * 8 * LookedUp::row_bytes);
+    const uint32_t pair = ptx::load_shared_16(from + half * 8 * RowsLookedUp::row_bytes);
     float (&s)[4] = s_acc[0][t];
     s[2 * half] = pair & 0xff ? s[2 * half] : -infinity();
     s[2 * half + 1] = pair & 0xff00 ? s[2 * half + 1] : -infinity();
@@ -74,15 +55,15 @@ CUFLASH_DEVICE void hide(float (&s_acc)[1][tiles][4], const LookedUp& mask) {
 
 // Raw products of a lane become logits with a bias.
 template <int tiles>
-CUFLASH_DEVICE void add_bias(float (&s_acc)[1][tiles][4], const LookedUp& bias,
+CUFLASH_DEVICE void add_bias(float (&s_acc)[1][tiles][4], const RowsLookedUp& bias,
                              const Score& score) {
-  constexpr bool halves = sizeof(LookedUp::Value) == 2;
+  constexpr bool halves = sizeof(RowsLookedUp::Value) == 2;
   const int thread = ptx::thread_index(), lane = thread % 32;
   const int slice = 16 * (thread / 32 % 4);
   const uint32_t first = ptx::shared_address(bias.rows);
   const auto join = [&](float& product, float value) { product = score.with_bias(product, value); };
   if constexpr (halves) {  // four 8x8 matrices are two tiles of an accumulator
-    const uint32_t at = first + LookedUp::place(slice + lane % 16, lane / 16);
+    const uint32_t at = first + RowsLookedUp::place(slice + lane % 16, lane / 16);
     unrolled<tiles / 2>([&](int j) {
       uint32_t pairs[4];
       ptx::ldmatrix_x4(pairs, (at ^ (2 * j % 8 << 4)) + 2 * j / 8 * 128);
@@ -94,10 +75,10 @@ CUFLASH_DEVICE void add_bias(float (&s_acc)[1][tiles][4], const LookedUp& bias,
     });
   } else {
     const int row = slice + lane / 4;
-    const uint32_t at = first + LookedUp::place(row, lane % 4 / 2) + lane % 2 * 8;
+    const uint32_t at = first + RowsLookedUp::place(row, lane % 4 / 2) + lane % 2 * 8;
     unrolled<tiles, 2>([&](int t, int half) {
       const uint32_t from = (at ^ (2 * t % 8 << 4)) + 2 * t / 8 * 128;
-      const float2 pair = ptx::load_shared_pair(from + half * 8 * LookedUp::row_bytes);
+      const float2 pair = ptx::load_shared_pair(from + half * 8 * RowsLookedUp::row_bytes);
       join(s_acc[0][t][2 * half], pair.x);
       join(s_acc[0][t][2 * half + 1], pair.y);
     });

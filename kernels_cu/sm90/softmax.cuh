@@ -104,8 +104,9 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   }
 
   // Scores of column tiles [begin, end) become probabilities; exponent(score, t, i) of register i.
-  template <int begin, int end, int tiles, typename Exponent>
-  CUFLASH_DEVICE void exponentiate(float (&s_acc)[1][tiles][4], const Exponent& exponent) {
+  template <int tiles, typename Exponent>
+  CUFLASH_DEVICE void exponentiate(float (&s_acc)[1][tiles][4], int begin, int end,
+                                   const Exponent& exponent) {
 #pragma unroll
     for (int t = begin; t < end; ++t) {
 #pragma unroll

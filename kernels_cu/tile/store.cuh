@@ -74,11 +74,12 @@ CUFLASH_DEVICE void store_slice(const RowTarget& target, int first_row, int num_
                                 const Real (&acc)[tiles][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = fragment_row(0, 2 * half);
+    const int lane = ptx::thread_index() % 32;
+    const int row = fragment_row(0, 2 * half, lane);
     if (row >= num_rows) continue;
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
-      target.store_pair(first_row + row, fragment_column(t, 0), acc[t][2 * half] * factor,
+      target.store_pair(first_row + row, fragment_column(t, 0, lane), acc[t][2 * half] * factor,
                         acc[t][2 * half + 1] * factor);
     }
   }
@@ -105,7 +106,8 @@ CUFLASH_DEVICE void store_slice_wide(const RowTarget& target, int first_row, int
   static_assert(tiles % 4 == 0, "a quad holds 8 columns of each");
   if constexpr (sizeof(RowTarget::Value) == 2) {
     if (target.takes_chunks()) {
-      const int row = fragment_row(0, 0), quad_lane = lane_index() % 4;
+      const int lane = ptx::thread_index() % 32;  // read again: no register holds rows before (D85)
+      const int row = fragment_row(0, 0, lane), quad_lane = lane % 4;
       RowTarget::Value* to = target.data + (first_row + row) * target.row_stride + 8 * quad_lane;
 #pragma unroll
       for (int t = 0; t < tiles; t += 4) {

@@ -33,8 +33,8 @@ __device__ void probe_entry(const ScoreParams& params, int number, const Probed&
         const int first = n < 3 || score.bends({m, m + 1}, {n - 3, n + 1}) ? n : n - 3;
         const RowExponents row(score, m, first, 0.25f);
         const float product = to.products[at];
-        to.exponents[at] = Config::softcap ? row.of_any(product * params.inverse_softcap)
-                                           : row(product, n - first);
+        const float near = row(product, n - first);
+        to.exponents[at] = Config::softcap ? row.of_any(product, near) : near;
       } else {
         to.exponents[at] = 0.0f;
       }

@@ -1,0 +1,76 @@
+"""By which polynomial do kernels cap the score of a product near 0?
+
+``log2(exp(softcap * tanh x))``, where ``x = scale * product / softcap``, is the product times a
+polynomial of ``product^2 - near_square``: of the product, so that no x has to be formed, and its
+sign says whether the product is near 0. (D131)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+#: Up to which x tanh x is x times a polynomial, and its coefficients, by powers of x^2 less the
+#: square of that bound: to 1e-7 of tanh x. Caps that are high beside the scale have the later ones,
+#: whose coefficients for products are no smaller than float32 goes.
+_TANH = (
+    (0.4, (0.9498723100146247, -0.29449889145601144, 0.10987943409207108, -0.04757280643231788)),
+    (2.0**-5, (0.9996745903878482, -0.33320317644755276)),
+    (2.0**-11, (1.0,)),
+)
+_COUNT = len(_TANH[0][1])
+_SMALLEST = 2.0**-126  # of normal numbers
+_LARGEST = 2.0**63  # whose square is a number
+
+
+def cap(problem: Any) -> float:
+    """A cap with an inverse that is a normal number; above it, no score changes."""
+    return min(float(problem.softcap), 2.0**900 if problem.lse_dtype == np.float64 else 2.0**60)
+
+
+def near_product(problem: Any) -> float:
+    """The largest product near 0."""
+    x = abs(problem.scale / cap(problem))  # of a product of 1
+    near, _ = _chosen(problem)
+    return float(np.float32(min(near / x, _LARGEST) if x > 0 else _LARGEST))
+
+
+def near_square(problem: Any) -> float:
+    """Its square; 0, and none is below it, where that is no normal number."""
+    square = near_product(problem) ** 2
+    return square if square >= _SMALLEST else 0.0
+
+
+def _chosen(problem: Any) -> tuple[float, list[float]]:
+    x = problem.scale / cap(problem)
+    for near, of_x in _TANH:
+        of_product, factor = [], cap(problem) * math.log2(math.e) * x
+        for coefficient in of_x:
+            of_product.append(coefficient * factor)
+            factor *= x * x
+        chosen = near, of_product + [0.0] * (_COUNT - len(of_product))
+        if all(_SMALLEST <= abs(c) < _LARGEST**2 for c in of_product):
+            break
+    return chosen
+
+
+def _coefficient(power: int, problem: Any) -> float:
+    return _chosen(problem)[1][power]
+
+
+#: Parameters of kernels: dtype, value, comment.
+PARAMS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
+    "near_product": (np.float32, near_product, "the largest that is capped by a polynomial"),
+    "near_square": (np.float32, near_square, ""),
+    **{
+        f"capped_{i}": (
+            np.float32, functools.partial(_coefficient, i),
+            f"log2(exp(a capped score)) / product, by (product^2 - near_square)^{i}",
+        )
+        for i in range(_COUNT)
+    },
+}  # fmt: skip
