@@ -176,7 +176,7 @@ struct Multiplier {
       const int tile = tiles.receive();
       if (tile < 0) break;
       wait(smem.keys_full, tiles.keys_parity());
-      multiply_tile(KeyTile::at(params, tile), tiles);
+      multiply_tile(KeyTile::at(params, tile));
       arrive_as_warp(smem.keys_empty);  // of a tile without queries no product joins the warps
     }
     wait_for_staging();  // once: a writer that is told to end says nothing any more
@@ -188,7 +188,7 @@ struct Multiplier {
   }
 
  private:
-  CUFLASH_DEVICE void multiply_tile(const KeyTile& work, const Tiles& tiles) {
+  CUFLASH_DEVICE void multiply_tile(const KeyTile& work) {
 #pragma unroll 1
     for (int index = 0; index < KeyTile::entries(params); ++index) {
       const BatchIndex entry = work.entry(params, index);
@@ -209,16 +209,8 @@ struct Multiplier {
         }
         ring.advance();
       }
-      if constexpr (Config::grad_bias) clear_unseen(KeyTile::at(params, tiles.index()), index);
+      if constexpr (Config::grad_bias) gradient(work, index).clear_unseen(work, blocks);
     }
-  }
-
-  // Of a tile that is received once more: no registers hold which blocks it saw.
-  CUFLASH_DEVICE void clear_unseen(const KeyTile& work, int index) const {
-    const Score score(params.score, work.entry(params, index));
-    const Range keys{work.first_key, work.first_key + Config::block_n};
-    gradient(work, index)
-        .clear_unseen(work, work.own(score.q_blocks(keys.begin, keys.end), params));
   }
 
   // Found anew for each block: no registers hold where it lies.

@@ -48,6 +48,8 @@ struct LookUpCopy {
   using Tile = LookedUp<num_rows>;
   static constexpr int chunks = Tile::row_bytes / 16, lanes = chunks < 32 ? chunks : 32;
   static constexpr int step = 32 / lanes;  // rows that are copied at once
+  // Copies that are unrolled: each has an address, and a window and lengths take registers, too.
+  static constexpr int unroll = Config::window_left && Score::has_lengths ? 2 : 4;
 
   CUFLASH_DEVICE static int own_row() { return ptx::thread_index() % 32 / lanes; }
   CUFLASH_DEVICE static int own_key() { return chunk() * Tile::per_chunk; }
@@ -62,7 +64,7 @@ struct LookUpCopy {
     const int existing = loads_mask || keys == 0 ? keys : 16;  // bytes
     const uint32_t to = ptx::shared_address(tile.rows);
     const int first_row = own_row(), own_chunk = chunk();  // read once: a read takes long
-#pragma unroll 4
+#pragma unroll unroll
     for (int row = 0; row < num_rows; row += step, from += step * row_stride) {
       ptx::cp_async_some(to + Tile::place(first_row + row, own_chunk), from,
                          row < rows ? existing : 0);
