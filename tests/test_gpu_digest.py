@@ -46,6 +46,7 @@ def test_a_file_that_moves_leaves_results_valid(checkout: Path) -> None:
         ("kernels_cu/forward_sm90.cu", "__launch_bounds__(", "__launch_bounds__(1 + "),
         ("cuflash/_launch/run.py", "& 15", "& 7"),
         ("cuflash/_kernels/forward_sm90.py", "(192, 128, 4", "(128, 128, 4"),
+        ("cuflash/_host/scores.py", "seen & ", "seen | "),  # attention_weights scores on the GPU
     ],
 )
 def test_a_token_of_a_kernel_or_a_launch_does_not(
@@ -60,6 +61,7 @@ def test_what_no_launch_goes_through_is_apart(checkout: Path) -> None:
     """And what calls of several ranks go through has a digest of its own."""
     before, of_ranks = digest(checkout), ranks_digest(checkout)
     edited(checkout / "cuflash" / "tuning" / "_space.py", "20_000", "30_000")
+    edited(checkout / "cuflash" / "_host" / "forward.py", "acc += part", "acc -= part")
     assert ranks_digest(checkout) == of_ranks
     edited(checkout / "cuflash" / "distributed" / "_traffic.py", " + ", " - ")
     assert ranks_digest(checkout) != of_ranks

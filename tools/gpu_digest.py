@@ -24,8 +24,9 @@ from cuflash._jit import source  # noqa: E402
 
 kernel_code = functools.lru_cache(maxsize=1024)(source.code_of)
 RANKS = "distributed"
-#: Packages that no launch of a call on one GPU goes through.
-APART = ("_cli", "_timing", RANKS, "testing", "tuning")
+#: Packages and modules that no launch of a call on one GPU goes through.
+ON_THE_CPU = tuple(f"_host/{name}.py" for name in ("backward", "cores", "forward", "tiles"))
+APART = ("_cli", "_timing", RANKS, "testing", "tuning", *ON_THE_CPU)
 
 
 def digest(root: Path = ROOT, apart: Collection[str] = APART) -> str:
@@ -58,9 +59,9 @@ def kernel_texts(root: Path) -> Iterator[str]:
 
 
 def package_texts(package: Path, apart: Collection[str] = ()) -> Iterator[str]:
-    """Yield the code of Python modules and what tables hold, but for some of the packages."""
+    """Yield the code of Python modules and what tables hold, but for what is apart."""
     for path in package.rglob("*"):
-        if path.relative_to(package).parts[0] in apart:
+        if any(path.relative_to(package).is_relative_to(name) for name in apart):
             continue
         if path.suffix == ".py":
             yield python_code(path.read_text(encoding="utf-8"))
