@@ -39,6 +39,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   Producer producer{params, smem};
   if (warp == 0) producer.find_first_tile();
   if (warp == 1 && lane_index() == 0) init_barriers(smem);
+  if (warp == 2) smem.slopes.write_numbers();
   __syncthreads();  // the barriers are there
   if (warp < 4) {
     ptx::setmaxnreg_dec<producer_registers>();

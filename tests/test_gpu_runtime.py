@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -71,12 +72,17 @@ class Work:
     def into_buffers(self):
         """Forward and backward without an allocation; returns the buffers."""
         b = self.buffers
-        out, lse = cuflash.attention(
+        cuflash.attention(
             self.q, self.k, self.v, options=self.options, precision=self.precision,
             return_lse=True, out=(b["out"], b["lse"]), workspace=self.forward_room,
         )  # fmt: skip
+        return self.gradients_into_buffers()
+
+    def gradients_into_buffers(self):
+        """The same of the backward alone."""
+        b = self.buffers
         cuflash.attention_backward(
-            self.dout, self.q, self.k, self.v, out, lse, options=self.options,
+            self.dout, self.q, self.k, self.v, b["out"], b["lse"], options=self.options,
             precision=self.precision,
             grads_out=cuflash.Gradients(b["dq"], b["dk"], b["dv"]), workspace=self.backward_room,
         )  # fmt: skip
@@ -184,6 +190,38 @@ def test_four_threads_on_one_stream(seqlen):
     expected = [work.expected() for work in works]
     cupy.cuda.Device().synchronize()
     assert not in_threads(works, expected, lambda: cupy.cuda.Stream.null, rounds=200)
+
+
+def in_a_new_thread(task):
+    """Run what takes no memory, which would give the thread its context."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(task).result()
+
+
+@pytest.mark.parametrize("first", ["forward", "backward"])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_new_thread_runs_the_same_kernels(first, known):
+    """Without a context the driver encodes no tensor map, and launches nothing."""
+    work = Work(seqlen=600)
+    task = work.into_buffers if first == "forward" else work.gradients_into_buffers
+    with planned_kernels() as own:
+        expected = bits(work.into_buffers())
+        if known:
+            in_a_new_thread(task)
+            assert bits(work.buffers) == expected
+    if not known:
+        with planned_kernels() as found:
+            in_a_new_thread(task)
+            assert bits(work.buffers) == expected
+        assert set(found) >= set(own) if first == "forward" else set(found) < set(own)
+
+
+def test_a_cache_grows_in_a_new_thread():
+    cache = cuflash.KVCache(2, 2, 64, max_length=64, like=cupy.empty(0, np.float16))
+    k = cupy.ones((2, 2, 4, 64), np.float16)
+    cache.append(k, k)
+    in_a_new_thread(lambda: cache.append(k, k))
+    assert cache.lengths.get().tolist() == [8, 8]
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int16])

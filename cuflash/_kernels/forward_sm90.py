@@ -53,7 +53,9 @@ ROWS = (
     Row("softcap alone", (128, 128), (128, 128, 2, 2, 4), "D102"),
     Row("softcap alone", (192, 192), (128, 96, 2, 1, 2), "D131"),
     Row("softcap alone, many rows", (64, 64), (192, 128, 4, 2, 0), "D102"),
+    Row("slopes alone", (96, 96), (128, 128, 2, 2, 4), "D133"),
     Row("slopes alone", (128, 128), (128, 128, 2, 2, 4), "D133"),
+    Row("slopes alone, many rows", (64, 64), (192, 128, 4, 2, 0), "D133"),
     # Lengths, bounds and drawn bits leave no registers for 96 keys (NVRTC 13.5).
     Row("dropout", (192, 192), (128, 64, 2, 1, 0)),
     # Where packed sequences begin takes registers.
@@ -145,6 +147,9 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         q_rows, k_rows = self.num_q_stages * self.block_m, self.num_stages * self.block_n
         rings = wgmma.panel_bytes(self, q_rows, self.head_dim)
         rings += wgmma.panel_bytes(self, k_rows, self.head_dim, self.head_dim_v)
+        if self.alibi_slopes != "none" and self.head_dim <= WIDEST_LOOK_UP:
+            rings += wgmma.panel_bytes(self, 16, self.block_n)  # numbers of keys
+            rings += 1024 * self.block_m // 64  # slopes
         pairs = int(self.block_m * self.block_n)
         rings += pairs * int(self.mask_stages)
         if self.bias_stages:

@@ -22,7 +22,7 @@ from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.params import MAX_BATCH_AXES, STRUCTS, pointer_names
 from cuflash._kernels.rotary import RotaryConfig, Rotation
 from cuflash._launch.grid import plan_grid
-from cuflash._launch.kernel_launcher import KernelLauncher
+from cuflash._launch.kernel_launcher import KernelLauncher, current_stream
 from cuflash._launch.plan import refuse_misaligned
 from cuflash._problem.layout import Layout
 from cuflash._select import hardware
@@ -171,7 +171,7 @@ def _run(
         filled[name] = number
     params = filled.tobytes()[8 * len(arrays) :]
     pointers = tuple(0 if a is None else a.data.ptr for a in arrays)
-    stream = cupy.cuda.get_current_stream().ptr
+    stream, _ = current_stream()
     _launcher(config, runtime.getDevice(), blocks, params, offsets).run(pointers, stream)
 
 

@@ -7,6 +7,7 @@ import functools
 import struct
 from collections.abc import Callable
 
+import cupy
 from cupy_backends.cuda.api import driver
 
 from cuflash._jit.compilation import Kernel
@@ -22,6 +23,16 @@ CLUSTER = 4  # id of a CUlaunchAttribute, whose value has 64 bytes: extents
 _CLUSTER = struct.Struct("<i4x3I52x")
 _EARLY = struct.pack("<i4xi60x", 6, 1)  # the kernel may start early
 _LAUNCH = struct.Struct("<7I4xQQI4x")  # CUlaunchConfig: grid, block, bytes, stream, attributes
+
+
+def current_stream() -> tuple[int, bool]:
+    """The stream of a call, and whether it captures.
+
+    Asked before the driver is: the question gives a new thread its context, without which tensor
+    maps cannot be encoded and nothing is launched. (D67)
+    """
+    stream = cupy.cuda.get_current_stream()
+    return stream.ptr, stream.is_capturing()
 
 
 def extended_launch(

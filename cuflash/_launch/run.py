@@ -21,6 +21,7 @@ from cuflash._arrays import Array, Triple, converted, refuse_capture, write_roun
 from cuflash._errors import wrong_value
 from cuflash._kernels.config import KernelConfig
 from cuflash._launch import plan_cache, score_gradients, score_params, tensor_map
+from cuflash._launch.kernel_launcher import current_stream
 from cuflash._launch.plan import (
     map_layouts_of,
     maps_of,
@@ -83,12 +84,12 @@ def forward(
     ) | _first_entry(problem)
     device = q.data.device_id
     with _on_device(device):
+        stream, captured = current_stream()
         plan, memory = _prepared(
             problem, device, addresses, lambda: _forward_layouts(problem, lse, so_far),
             workspace, None if lse is None else lse.strides,
             None if so_far is None else so_far.strides, override=config,
         )  # fmt: skip
-        stream = cupy.cuda.get_current_stream()
         if cu_seqlens and plan.workspace.lse_parts and memory is not None:
             plan.workspace.of_lse_parts(memory).view(problem.lse_dtype).fill(-np.inf)
         elif cu_seqlens and plan.launchers[-1].maps is None:
@@ -96,7 +97,7 @@ def forward(
             if lse is not None:
                 lse.fill(-np.inf)
         addresses["dropout_seed"] = options.seed or 0
-        plan.run(addresses, stream.ptr, stream.is_capturing())
+        plan.run(addresses, stream, captured)
     same = _as_given(options, held)
     del held, memory  # no sooner: another thread could be given it on this stream
     return plan if same else None
@@ -141,6 +142,7 @@ def backward(
     problem, held = score_params.arrays_of(problem, options, q, cu_seqlens)
     device, real = q.data.device_id, problem.lse_dtype
     with _on_device(device):
+        stream, _ = current_stream()
         dout, out, lse, dlse = read = _read(problem, saved)
         written = _written(problem, gradients)
         results = {f"d{name}": array for name, array in written.items()}
@@ -174,7 +176,7 @@ def backward(
             override=config, deterministic=deterministic,
         )  # fmt: skip
         addresses["dropout_seed"] = options.seed or 0
-        plan.run(addresses, cupy.cuda.get_current_stream().ptr)
+        plan.run(addresses, stream)
         for name in (name for name in written if written[name] is not gradients[name]):
             write_rounded(gradients[name], written[name])
         ends, lengths = held.get("cu_seqlens_q"), held.get("q_lengths")

@@ -3,7 +3,8 @@
 //
 //   log2 exp(logit - reference) = product * scale_log2 - slope_log2 * |q + offset - k| - shift
 //
-// Slopes make it linear in k on each side of q + offset: a block lies on one (Score::bends).
+// Slopes make it linear in k on each side of q + offset: a block lies on one (Score::bends). In 16
+// bits what they add from key to key is part of the product (sm90/slopes.cuh).
 // Under a softcap a logit is softcap * tanh x: an odd polynomial of the product while that is near
 // 0, an exponential and a quotient beyond. Which of the two depends on the product alone.
 #pragma once
@@ -12,24 +13,22 @@
 
 namespace cuflash {
 
-// Of the columns that a lane holds of one row, counted from its first.
+// Of one row.
 struct RowExponents {
   const Score& score;
   float shift;  // the reference, and what a slope takes off at the first key, in units of log 2
-  float slope;  // what the next key adds
 
   CUFLASH_DEVICE RowExponents(const Score& score, int q_idx, int first_key, float reference)
       : score(score), shift(Score::folds_scale ? reference : reference * log2_e) {
     if constexpr (Score::has_slopes) {
       const int first = score.near_offset + q_idx - first_key;
-      slope = (first >= 0 ? score.slope : -score.slope) * log2_e;
-      shift = fma(slope, static_cast<float>(first), shift);
-      shift = fma(score.slope * log2_e, score.far_offset, shift);
+      const float distance = static_cast<float>(abs(first)) + score.far_offset;
+      shift = fma(score.slope * log2_e, distance, shift);
     }
   }
 
   // Of a product; where there is a softcap, of one near 0.
-  CUFLASH_DEVICE float operator()(float product, int column) const {
+  CUFLASH_DEVICE float operator()(float product) const {
     const ScoreParams& params = score.params;
     if constexpr (Score::is_capped) {
       const float t = beyond_near(product);
@@ -37,9 +36,6 @@ struct RowExponents {
       factor = fma(t, factor, params.capped_1);
       factor = fma(t, factor, params.capped_0);
       return fma(product, factor, -shift);
-    } else if constexpr (Score::has_slopes) {
-      const float added = fma(slope, static_cast<float>(column), -shift);
-      return fma(product, score.scale_log2(), added);
     } else {
       return fma(product, score.scale_log2(), -shift);
     }
@@ -77,7 +73,7 @@ struct CappedExponents {
     unrolled<count, 4>([&](int t, int i) {
       const float product = s_acc[0][first + t][i];
       signs &= __float_as_int(of_row[0].beyond_near(product));
-      exponents[t][i] = of_row[i / 2](product, 0);
+      exponents[t][i] = of_row[i / 2](product);
     });
   }
 

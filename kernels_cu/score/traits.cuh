@@ -79,6 +79,12 @@ struct ScoreTraits {
       !is_double && !may_hide_rows && !Config::score_mod && Config::bias == Dtype::none &&
       Config::scale_in_exponent + is_capped + has_slopes == 1;
 
+  // Do slopes alone make it so, and are what tensor cores add to products? (sm90/slopes.cuh) Beside
+  // packed sequences and dropout no registers are left.
+  static constexpr bool multiplies_slopes = exponent_of_product && has_slopes && !Config::dropout &&
+                                            Config::cu_seqlens == Dtype::none &&
+                                            Config::head_dim <= 128;
+
   // Does a softcap alone make it so? Then the largest product has the largest logit.
   static constexpr bool is_capped_product = exponent_of_product && is_capped;
 

@@ -44,6 +44,7 @@ struct Consumer {
   CUFLASH_DEVICE void attend(const Score& score, const ConsumerRows& rows,
                              const BatchIndex& entry) {
     const BlockRanges& own = rows.own;
+    if constexpr (Score::multiplies_slopes) write_slopes(score);
     softmax = SplitSoftmax();
     clear(o_acc);
     wait(smem.q_full[q_ring.stage()], q_ring.full_parity());
@@ -78,7 +79,7 @@ struct Consumer {
         const int first_key = block * Config::block_n;
         const Range own_rows{rows.first_row, rows.first_row + 64};
         const Range keys{first_key, first_key + Config::block_n};
-        const bool bends = score.bends(own_rows, keys) || score.rises(own_rows, keys);
+        const bool bends = score.bends(own_rows, keys) || score.is_steep(own_rows, keys);
         if (keeps_reference && !(may_bend && warp_agrees(bends))) {
           next_full_block(score, rows, entry, block, block == own.begin);
         } else if constexpr (!keeps_reference || may_bend) {
@@ -164,7 +165,7 @@ struct Consumer {
                                  bool is_last) {
     float s_acc[1][count_of(keys)][4];
     const int first_key = block * Config::block_n + 8 * first_of(keys);
-    const Ring<Config::num_stages> before = start_both<keys>(s_acc);
+    const Ring<Config::num_stages> before = start_both<keys>(s_acc, [] {});
     const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
     PrefetchedMaskBias<count_of(keys)> prefetched;
     if constexpr (edge != Edge::none) prefetched = {score, rows.first_row, first_key};
@@ -182,7 +183,9 @@ struct Consumer {
                                       const BatchIndex& entry, int block, bool is_last) {
     float s_acc[1][s_tiles][4];
     const int first_key = block * Config::block_n;
-    const Ring<Config::num_stages> before = start_both<Keys::all>(s_acc);
+    const bool are_before = first_key < score.near_offset + rows.first_row;
+    const Ring<Config::num_stages> before = start_both<Keys::all>(
+        s_acc, [&] { smem.slopes.start_product(s_acc, warpgroup, are_before); });
     const auto dropped = dropped_pairs<s_tiles>(score, rows, first_key);
     wait_for_scores(s_acc);
     release_scores(is_last);
@@ -207,6 +210,14 @@ struct Consumer {
     }
     softmax.add_block();
     pack_p<Keys::all>(s_acc, dropped);
+  }
+
+  // For all products of a tile, once those of the tile before are done.
+  CUFLASH_DEVICE void write_slopes(const Score& score) {
+    ptx::named_barrier_sync(first_together + warpgroup, 128);
+    const int thread = ptx::thread_index() % 128;
+    if (thread < 8) smem.slopes.write_columns(warpgroup, thread, score);
+    ptx::named_barrier_sync(first_together + warpgroup, 128);
   }
 
   // p v of the first block that these rows see.
@@ -244,14 +255,16 @@ struct Consumer {
     return dropped;
   }
 
-  // Starts q k^T of the ring's next block and p v of the one before, which it returns.
-  template <Keys keys, int tiles>
-  CUFLASH_DEVICE Ring<Config::num_stages> start_both(float (&s_acc)[1][tiles][4]) {
+  // Starts q k^T of the ring's next block, what is added to it, and p v of the block before, which
+  // it returns.
+  template <Keys keys, int tiles, typename Add>
+  CUFLASH_DEVICE Ring<Config::num_stages> start_both(float (&s_acc)[1][tiles][4], const Add& add) {
     const Ring<Config::num_stages> before = ring;
     ring.advance();
     wait(smem.k_full[ring.stage()], ring.full_parity());
     pingpong_wait();
     start_scores<keys>(s_acc);
+    add();
     start_product_with<Keys::all>(before);
     pingpong_signal();
     return before;
@@ -332,8 +345,8 @@ struct Consumer {
   CUFLASH_DEVICE void exponentiate_full(float (&s_acc)[1][s_tiles][4], const Score& score,
                                         const ConsumerRows& rows, int first_key) {
     const LaneIndices lane(rows.first_row, first_key);
-    const RowExponents of_row[2] = {{score, lane.row, lane.key, softmax.shift[0]},
-                                    {score, lane.row + 8, lane.key, softmax.shift[1]}};
+    const RowExponents of_row[2] = {{score, lane.row, first_key, softmax.shift[0]},
+                                    {score, lane.row + 8, first_key, softmax.shift[1]}};
     if constexpr (loads_bias) {
       exponentiate(s_acc, softmax, smem.never, [&](float logit, int, int i) {
         return score.exponent(logit, softmax.shift[i / 2]);
@@ -341,9 +354,8 @@ struct Consumer {
     } else if constexpr (Score::is_capped) {
       exponentiate_capped<Edge::none>(s_acc, softmax, smem.never, of_row, {});
     } else {
-      exponentiate(s_acc, softmax, smem.never, [&](float product, int t, int i) {
-        return of_row[i / 2](product, 8 * t + i % 2);
-      });
+      exponentiate(s_acc, softmax, smem.never,
+                   [&](float product, int, int i) { return of_row[i / 2](product); });
     }
   }
 

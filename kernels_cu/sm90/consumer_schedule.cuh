@@ -22,6 +22,7 @@ constexpr bool keeps_reference =
     looks_up || (Score::exponent_of_product && is_light_enough && !Config::dropout && is_worth_it);
 static_assert(!loads_mask || Config::scale_in_exponent, "hidden is what is -inf before its scale");
 constexpr bool may_bend = Score::has_slopes;
+static_assert(!keeps_reference || Score::multiplies_slopes == may_bend, "exponents of products");
 // The softmax of one warpgroup runs under the products of another. Where there are three, those
 // of a narrow block are too short for that, and the order only delays them. Two find their order
 // alone where no maximum is formed and products of a wide head take longer than a softmax.

@@ -23,6 +23,7 @@
 #include "sm90/tile_order.cuh"
 #include "sm90/look_ups.cuh"
 #include "sm90/matmul.cuh"
+#include "sm90/slopes.cuh"
 
 namespace cuflash {
 
@@ -80,6 +81,7 @@ struct SharedMemory {
   QTile q[Config::num_q_stages];
   KTile k[Config::num_stages];
   VTile v[Config::num_stages];
+  SlopeTiles<numbers_keys> slopes;
   RowsOfV<is_fp8> rows;
   LookUps<looks_up> look_ups;
   uint64_t q_full[Config::num_q_stages], q_empty[Config::num_q_stages];

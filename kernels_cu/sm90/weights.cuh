@@ -70,8 +70,8 @@ CUFLASH_DEVICE void capped_softmax(float (&s_acc)[1][tiles][4], SplitSoftmax& so
     softmax.raise_reference(half, largest == -infinity() ? largest : logit, score);
   });
   softmax.keep_reference();
-  const RowExponents of_row[2] = {{score, lane.row, lane.key, softmax.shift[0]},
-                                  {score, lane.row + 8, lane.key, softmax.shift[1]}};
+  const RowExponents of_row[2] = {{score, lane.row, first_key, softmax.shift[0]},
+                                  {score, lane.row + 8, first_key, softmax.shift[1]}};
   exponentiate_capped<edge>(s_acc, softmax, never, of_row, seen);
   softmax.add_block();
 }
