@@ -81,7 +81,6 @@ struct SharedMemory {
   QTile q[Config::num_q_stages];
   KTile k[Config::num_stages];
   VTile v[Config::num_stages];
-  SlopeTiles<numbers_keys> slopes;
   RowsOfV<is_fp8> rows;
   LookUps<looks_up> look_ups;
   uint64_t q_full[Config::num_q_stages], q_empty[Config::num_q_stages];
@@ -92,6 +91,7 @@ struct SharedMemory {
   uint64_t work_full[2], work_empty[2];
   uint64_t never;
   Work work[2];
+  SlopeTiles<numbers_keys> slopes;
 };
 
 // Where TMA brings v.

@@ -163,7 +163,7 @@ def host_device(
         broadcast_to=lambda array, shape: np.broadcast_to(array, shape, subok=True),
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in (launch_run, repeat, score_params, cache, float8):
+        for module in (launch_run, repeat, score_params, cache, float8, kernel_launcher):
             patch.setattr(module, "cupy", library)
         runtime = SimpleNamespace(getDevice=lambda: 0, streamIsCapturing=lambda _: False)
         for module in (repeat, cache):
