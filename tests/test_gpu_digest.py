@@ -13,8 +13,7 @@ from gpu_digest import ROOT, digest, ranks_digest
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     for name in ("cuflash", "kernels_cu"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
 
@@ -26,8 +25,7 @@ def edited(path: Path, old: str, new: str) -> None:
 
 def test_a_file_that_moves_leaves_results_valid(checkout: Path) -> None:
     """So do its imports, its comments and its docstrings."""
-    before = digest(checkout)
-    assert before == digest()
+    assert (before := digest(checkout)) == digest()
     moved = checkout / "cuflash" / "_launch" / "elsewhere"
     moved.mkdir()
     shutil.move(checkout / "cuflash" / "_launch" / "run.py", moved / "launches.py")

@@ -506,6 +506,16 @@ def test_nothing_depends_on_how_numpy_treats_floating_point_errors(dtype):
         every_function(dtype)
 
 
+def test_a_window_behind_all_keys_shows_none():
+    """Its first key is that of an aligned range, in a block that ends before it."""
+    q, k = np.ones((1, 1, 8)), np.ones((1, 1270, 8))
+    options = cuflash.Options(window=(0, 0), offset=1280)
+    out, lse = cuflash.attention(q, k, k, options=options, return_lse=True)
+    gradients = cuflash.attention_backward(q, q, k, k, out, lse, options=options)
+    assert np.isneginf(lse).all()
+    assert not any(a.any() for a in (out, gradients.dq, gradients.dk, gradients.dv))
+
+
 def test_invisible_blocks_are_skipped():
     """A window costs the keys that it shows: 16 times fewer here, at least 4 times faster."""
     q, k, v = normal(4, 8192, 64)

@@ -113,6 +113,8 @@ def tiles(problem: Problem, scores: Scores, rows: slice) -> Iterator[tuple[Tile,
     what other entries see, which ``key_range`` covers too, changes no bit of a row. (D78)
     """
     some, full = scores.key_range(rows)
+    if some.start >= some.stop:
+        return
     first, last = 0, problem.seqlen_k
     if scores.alike:
         first = some.start // ALIGNMENT * ALIGNMENT

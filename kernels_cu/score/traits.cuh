@@ -29,6 +29,9 @@ struct ScoreTraits {
   static constexpr bool has_lengths =
       Config::q_lengths != Dtype::none || Config::kv_lengths != Dtype::none;
 
+  // Does each entry have bounds on both sides to keep in registers?
+  static constexpr bool holds_bounds = Config::window_left && has_lengths;
+
   static constexpr bool is_capped = Config::softcap;
   static constexpr bool has_slopes = Config::alibi_slopes != Dtype::none;
   static constexpr bool has_sink = Config::sink != Dtype::none;

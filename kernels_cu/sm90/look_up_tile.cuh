@@ -47,9 +47,8 @@ template <int num_rows>
 struct LookUpCopy {
   using Tile = LookedUp<num_rows>;
   static constexpr int chunks = Tile::row_bytes / 16, lanes = chunks < 32 ? chunks : 32;
-  static constexpr int step = 32 / lanes;  // rows that are copied at once
-  // Copies that are unrolled: each has an address, and a window and lengths take registers, too.
-  static constexpr int unroll = Config::window_left && Score::has_lengths ? 2 : 4;
+  static constexpr int step = 32 / lanes;                     // rows that are copied at once
+  static constexpr int unroll = Score::holds_bounds ? 2 : 4;  // copies: each has an address
 
   CUFLASH_DEVICE static int own_row() { return ptx::thread_index() % 32 / lanes; }
   CUFLASH_DEVICE static int own_key() { return chunk() * Tile::per_chunk; }

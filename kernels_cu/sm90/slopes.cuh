@@ -1,5 +1,5 @@
-// Slopes of a full block on one side of the diagonal: what they add from key to key is one more step
-// of q k^T. The columns of a q hold the slope, over the scale, and those of a k its number.
+// Slopes of a full block on one side of the diagonal: what they add from key to key is one more
+// step of q k^T. The columns of a q hold the slope, over the scale, and those of a k its number.
 //
 //   q k^T + [high middle low] [n n n]^T       high + middle + low = slope / scale, 16 bits each
 //
