@@ -246,13 +246,14 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     return keys.end > near_offset + rows.begin + 1 && keys.begin < near_offset + rows.end;
   }
 
-  // Does a slope make weights of these keys 2^64 times those of the keys behind them, which were
-  // visited before? Or is it too much beside products, whose sums are rounded? These keys lie on
-  // one side of what slopes count from.
+  // Does a slope make weights of these keys 2^64 times those of their neighbours that were visited
+  // before? Or is it too much beside products, whose sums are rounded? These keys lie on one side
+  // of what slopes count from.
   CUFLASH_DEVICE bool is_steep(Range rows, Range keys) const {
     if constexpr (Config::alibi_slopes == Dtype::none) return false;
     const Real step = slope * static_cast<Real>(keys.end - keys.begin) * log2_e;
-    if ((keys.begin > near_offset + rows.begin ? step : -step) > 64) return true;
+    const bool nears = !goes_outwards && keys.begin > near_offset + rows.begin;
+    if ((nears ? step : -step) > 64) return true;
     return multiplies_slopes && !(fabs(step) <= 512 && fabs(step) <= 0x1p13f * fabs(scale_log2()));
   }
 
