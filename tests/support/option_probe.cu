@@ -32,8 +32,13 @@ __device__ void probe_entry(const ScoreParams& params, int number, const Probed&
       if constexpr (Score::exponent_of_product) {
         const int first = n < 3 || score.bends({m, m + 1}, {n - 3, n + 1}) ? n : n - 3;
         const RowExponents row(score, m, first, 0.25f);
-        const float product = to.products[at];
-        const float near = row(product, n - first);
+        float product = to.products[at];
+        if constexpr (Score::multiplies_slopes) {  // as tensor cores add them: sm90/slopes.cuh
+          const float step = score.slope / score.scale();
+          product +=
+              (first <= score.near_offset + m ? step : -step) * static_cast<float>(n - first);
+        }
+        const float near = row(product);
         to.exponents[at] = Config::softcap ? row.of_any(product, near) : near;
       } else {
         to.exponents[at] = 0.0f;
