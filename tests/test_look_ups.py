@@ -116,20 +116,27 @@ def test_gradients_beside_a_mask_compile_without_spills(generation: int, head_di
     compile_all(configs, generation)
 
 
+def on_hopper(shape: Any, seed: int) -> tuple[Any, np.random.Generator, np.ndarray]:
+    """CuPy, a generator, and a mask with a row that sees nothing and keys hidden from all."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("the device has no wgmma")
+    (_, heads), rows, keys = shape
+    rng = np.random.default_rng(seed)
+    mask = rng.random((1, heads, rows, keys)) < 0.6
+    mask[..., 3, :] = mask[..., 30:100] = False
+    return cupy, rng, mask
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("shape", [((2, 3), 300, 1136), ((2, 40), 200, 144)], ids=str)
 def test_within_budget(head_dim: int, shape: Any) -> None:
     """Keys hidden from all, rows that see none, a triangle, -1e30 for a mask, steep slopes."""
-    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    if cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("the device has no wgmma")
+    _, rng, mask = on_hopper(shape, 0)
     from test_forward_sm90 import check
 
-    (_, heads), rows, keys = shape
-    rng = np.random.default_rng(0)
-    mask = rng.random((1, heads, rows, keys)) < 0.6
-    mask[..., 3, :] = mask[..., 30:100] = False
+    _, rows, keys = shape
     bias = rng.standard_normal(mask.shape)
     distance = np.abs(np.arange(rows)[:, None] - np.arange(keys))
     cases: list[dict[str, Any]] = [
@@ -151,14 +158,8 @@ def test_within_budget(head_dim: int, shape: Any) -> None:
 @pytest.mark.parametrize("shape", [((2, 3), 300, 1136), ((2, 40), 200, 144)], ids=str)
 def test_gradients_within_budget(head_dim: int, shape: Any) -> None:
     """Keys hidden from all, rows that see none, a triangle; beside slopes, dropout and bounds."""
-    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    if cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("the device has no wgmma")
-
+    cupy, rng, mask = on_hopper(shape, 1)
     (_, heads), rows, keys = shape
-    rng = np.random.default_rng(1)
-    mask = rng.random((1, heads, rows, keys)) < 0.6
-    mask[..., 3, :] = mask[..., 30:100] = False
     bias = np.where(mask, rng.standard_normal(mask.shape), -np.inf)
     ends = {"q_lengths": rows - 9, "kv_lengths": keys - 75}
     cases: list[dict[str, Any]] = [
