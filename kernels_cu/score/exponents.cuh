@@ -3,8 +3,8 @@
 //
 //   log2 exp(logit - reference) = product * scale_log2 - slope_log2 * |q + offset - k| - shift
 //
-// Slopes make it linear in k on each side of q + offset: a block lies on one (Score::bends). In 16
-// bits what they add from key to key is part of the product (sm90/slopes.cuh).
+// Slopes make it linear in k on each side of q + offset: a block lies on one (Score::bends). What
+// they add from key to key is part of the product by then (sm90/slopes.cuh).
 // Under a softcap a logit is softcap * tanh x: an odd polynomial of the product while that is near
 // 0, an exponential and a quotient beyond. Which of the two depends on the product alone.
 #pragma once

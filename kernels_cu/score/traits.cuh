@@ -29,7 +29,7 @@ struct ScoreTraits {
   static constexpr bool has_lengths =
       Config::q_lengths != Dtype::none || Config::kv_lengths != Dtype::none;
 
-  // Does each entry have bounds on both sides to keep in registers?
+  // Are a window's first key and lengths of the entry to be kept in registers?
   static constexpr bool holds_bounds = Config::window_left && has_lengths;
 
   static constexpr bool is_capped = Config::softcap;
