@@ -224,7 +224,6 @@ REPLACED = (
     ("one pass at 192", "backward-pair-sm90-d192", "", "64,64,2,0"),
     ("the same, float16", "backward-pair-sm90-d192-float16", "", "64,64,2,0"),
     ("one pass at 192 and 128", "backward-pair-sm90-d192-128", "", "64,64,2,0"),
-    ("forward at 64, softcap", "forward-sm90-d64", "-softcap", "192,128,4,2,0"),
     ("forward at 128, softcap", "forward-sm90-d128", "-softcap", "128,128,2,2,4"),
     ("float64 forward at 128", "forward-sm80-d128-float64", "", "128,16,8,1,1"),
 )
