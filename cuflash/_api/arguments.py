@@ -33,13 +33,13 @@ class SharedKeywords(ScoreOptions, total=False):
 
 
 class VjpKeywords(SharedKeywords, total=False):
-    """Shared keywords, and the keyword of functions that have a gradient."""
+    """Shared keywords and ``deterministic``."""
 
     deterministic: bool
 
 
 class PagedKeywords(SharedKeywords, total=False):
-    """Shared keywords, and the keywords of functions that take scratch memory and a kernel."""
+    """Shared keywords, ``workspace`` and ``config``."""
 
     workspace: Array | None
     config: Any

@@ -74,7 +74,7 @@ def attention(
         Score options. Pass them here or as keywords (``causal=True``), but not both.
     axes : four pairs, optional
         (sequence, feature) axes of q, k, v and the result, as in NumPy's generalised ufuncs.
-        ``[(-3, -1)] * 4`` is for (batch, seqlen, heads, head_dim), which is not copied.
+        ``[(-3, -1)] * 4`` is for arrays (batch, seqlen, heads, head_dim), which are not copied.
     precision : {None, "ieee", "tf32"}
         ``"tf32"`` allows TF32 products of float32 arrays, which keep 11 bits of each factor. Scores
         far from 0, such as 60000, are then wrong. The CPU path ignores this option.
@@ -83,9 +83,9 @@ def attention(
     return_lse : bool
         Return :class:`AttentionResult` instead of the output alone.
     out : array, or (out, lse) with ``return_lse``, optional
-        Array to write the result into, with exactly its shape and any strides without overlap. Its
-        dtype is the result's; float32 is allowed too for 16-bit inputs, and float16, bfloat16 and
-        float32 for 8-bit inputs.
+        Array to write the result into. It has exactly the result's shape, and any strides with
+        which no elements overlap. It has the result's dtype; 16-bit inputs also allow float32, and
+        8-bit inputs allow float16, bfloat16 and float32.
     workspace : uint8 array, optional
         Scratch memory of at least :func:`workspace_size` bytes. A call that a CUDA graph captures
         needs ``workspace``, ``out``, and inputs of one dtype. It raises RuntimeError without them.
@@ -126,7 +126,7 @@ def attention(
     (Dao 2023, algorithm 1).
 
     Replays of a captured CUDA graph must not overlap in time: all of them write to one ``out``, and
-    may take tiles from one counter. This includes two clones or instances of a graph.
+    may take tiles from one counter. The same holds for two clones or instances of a graph.
 
     Scores and lse are float32 (float64 for float64 inputs). If all scores of a row are near -1e9,
     lse has no digits left for the logarithm of the number of keys. Scores beyond 2e38 (1.2e308)
@@ -234,9 +234,9 @@ def attention_backward(
         Arrays to write the gradients into, with exactly the shapes and dtypes of the inputs. Fields
         that ``wrt`` does not name are not written.
     deterministic : bool
-        Give the same bits in every run on one device. ``False`` is faster on some devices. The dq
-        of 16-bit arrays may then differ between runs by two units in the last place of its largest
-        element.
+        Give the same bits in every run on one device. ``False`` is faster on some devices: dq of
+        16-bit arrays may then differ between runs by two units in the last place of the largest
+        element of dq.
     config : configuration of one kernel, or cuflash.tuning.BackwardConfigs, optional
         Kernels and tiles to use instead of the library's choice; CuPy arrays only. With the
         configuration of one kernel, as a sweep finds it, the library still chooses the kernels of
@@ -353,7 +353,7 @@ def attention_vjp(
         What :func:`attention` returns.
     pullback : callable
         ``pullback(dout, *, dlse=None, wrt=("q", "k", "v"))`` returns :class:`Gradients`. It reads
-        the arrays of the call and of ``result`` again: do not overwrite them before.
+        the arrays of the call and of ``result`` again: do not overwrite them before that.
 
     Raises
     ------

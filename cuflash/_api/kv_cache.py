@@ -85,8 +85,8 @@ class KVCache:
     that raises or is interrupted leaves the cache as it was. Calls on one cache must not overlap:
     hold a lock between threads, and on a GPU use one stream or order streams by events.
 
-    Sequences take free pages in their own order, the lowest page number first: the same calls give
-    the same arrays.
+    Sequences take free pages in the order of sequences, the lowest page number first: the same
+    calls give the same arrays.
 
     There is no gradient with respect to a cache: :func:`attention_vjp` needs keys and values in
     order, without pages.

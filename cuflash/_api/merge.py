@@ -14,7 +14,7 @@ from cuflash._problem.checks import integer_value, is_integer, require_float, re
 from cuflash._problem.habits import answering_words
 from cuflash._results import AttentionResult
 
-_MAX_AXES = 64  # of NumPy's and CuPy's arrays
+_MAX_AXES = 64  # of a NumPy or CuPy array
 
 
 @answering_words

@@ -114,11 +114,11 @@ def attention_paged(
         Values.
     page_table : integer array, (sequences, pages of a sequence)
         The numbers of each sequence's pages, in order. Several sequences may name one page. Numbers
-        beyond the length of a sequence are not used. The others are checked in a NumPy array. On a
-        GPU the host does not read them: kernels clamp them to the existing pages.
+        beyond the length of a sequence are not used. The other numbers of a NumPy table are
+        checked. On a GPU the host does not read them: kernels clamp them to the existing pages.
     kv_lengths : int, or integer array (sequences,)
-        The number of keys of each sequence, from 0 to ``N``: the pages of a sequence times
-        ``page_size``. The contents of pages beyond the length have no effect.
+        The number of keys of each sequence, from 0 to ``N``, which is the number of pages of a
+        sequence times ``page_size``. The contents of pages beyond the length have no effect.
     options, precision, return_lse, out, workspace, config, **score_options
         As in :func:`attention` with N keys. ``causal`` and ``window`` align at the end of each
         sequence: the last query sees the last key. ``kv_lengths`` is not an option here.
@@ -214,7 +214,7 @@ def _described(
     precision: str | None,
     out: Array | None,
 ) -> tuple[_Paged, tuple[Array, Array], Options, Problem]:
-    """Arrays in canonical order, layouts of k and v in order, options with lengths, the problem."""
+    """Arrays in canonical order, stand-ins for k and v in order, options with lengths, problem."""
     if options.kv_lengths is not None:
         fix = "a sequence has the keys of kv_lengths, the fifth argument"
         raise wrong_type("options", "kv_lengths", "no kv_lengths among the score options", fix)

@@ -67,8 +67,8 @@ def quantize(
         float16, bfloat16, float32 or float64; NumPy or CuPy.
     per : {"matrix", "tensor"} or a power of two
         The elements that share a scale: ``"matrix"`` is each (sequence, feature) matrix, which is
-        one head of one batch entry, ``"tensor"`` is the whole array, and a number is a block of
-        so many rows of a matrix.
+        one head of one batch entry, ``"tensor"`` is the whole array, and a number is that many
+        consecutive rows of a matrix.
     dtype : {float8_e4m3fn, float8_e5m2}
         Dtype of the result. float8_e4m3fn has 4 significant bits and reaches 448, float8_e5m2 has
         3 and reaches 57344.

@@ -103,11 +103,11 @@ def attention_varlen(
         host does not read these numbers: rows beyond an array are ignored, and the result of
         decreasing numbers is undefined.
     options, axes, precision, deterministic, return_lse, out, workspace, config, **score_options
-        As in :func:`attention`, for the batch shape (sequences,) + batch. Options with a value for
-        each sequence have that axis first. Positions count from the start of a sequence. The
-        extents (m, n) of mask and bias are 1 or at least the length of the longest sequence.
-        ``q_lengths`` and ``kv_lengths`` are at most the length of their sequence; on a GPU they
-        are clamped to it.
+        As in :func:`attention`, for the batch shape (sequences,) + batch. Arrays that differ
+        between sequences have the axis of sequences first. Positions count from the start of a
+        sequence. The extents (m, n) of mask and bias are 1 or at least the length of the longest
+        sequence. ``q_lengths`` and ``kv_lengths`` are at most the length of their sequence; on a
+        GPU they are clamped to it.
 
     Returns
     -------
@@ -371,7 +371,7 @@ def _own_part(whole: Problem, name: str, array: Array, s: Sequence) -> Array:
     """View of one sequence's part of a score option's array."""
     core = ARRAYS[name][1]
     if array.ndim == 1 + len(whole.batch_shape) + len(core):
-        array = array[0 if array.shape[0] == 1 else s.number, ...]  # ...: not a scalar
+        array = array[0 if array.shape[0] == 1 else s.number, ...]  # a view, not a scalar
     index: list[Any] = [...]
     for axis, extent in zip(core, array.shape[array.ndim - len(core) :], strict=True):
         part = s.q if axis == "m" else s.k

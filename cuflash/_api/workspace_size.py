@@ -41,7 +41,7 @@ def workspace_size(
     Parameters
     ----------
     q, k, v, options, axes, precision, **score_options
-        As in :func:`attention`. 8-bit operands are taken to give a bfloat16 result: ``out`` of
+        As in :func:`attention`. For 8-bit operands the size is for a bfloat16 result: ``out`` of
         another dtype may need another size.
     cu_seqlens_q, cu_seqlens_k : integer array or list, (sequences + 1,), optional
         As in :func:`attention_varlen`, for a call with packed sequences.

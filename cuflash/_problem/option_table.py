@@ -29,13 +29,13 @@ class Option(NamedTuple):
     name: str
     check: Callable[[str, Any], Any]  # (name, value) -> plain value, or an exception
     stage: Stage
-    #: Names of its arrays, each with the core axes "mn", "m", "n" or "" (one value an entry).
+    #: Names of its arrays, each with the core axes "mn", "m", "n" or "" (one value for each entry).
     arrays: dict[str, str] = {}  # noqa: RUF012 - a default that nobody changes
     #: Gives the field of Problem for the option's value; 0 and None mean that the option is absent.
     number: Callable[[Any], Any] | None = None
     #: Kernels are compiled for the option's presence ("flag"), or for the dtype of its array.
     compiled: Literal["", "flag", "dtype"] = ""
-    #: Number parameters of kernels: dtype (float32 is float64 in float64 kernels), value, comment.
+    #: Scalar parameters of kernels: dtype (float32 is float64 in float64 kernels), value, comment.
     params: dict[str, tuple[type, Callable[[Any], float], str]] = {}  # noqa: RUF012
     kernel_arrays: tuple[str, ...] = ()  # arrays that kernels get too, computed from its own
     pressure: int = 0  # rank of the registers that it needs in a main loop

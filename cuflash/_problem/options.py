@@ -101,9 +101,9 @@ class Options:
     -----
     The core shape is the last axes of an array. Its other axes broadcast against the batch shape of
     ``q``, heads last: lengths that differ between the batch entries of a (batch, heads, m, d)
-    problem have shape (batch, 1). Arrays are held by reference: two options are equal if their
-    plain values are equal and their arrays are the same objects. Numbers are read once, when the
-    options are built; keywords build options in each call. The host does not read lengths and
+    problem have shape (batch, 1). Arrays are held by reference: two ``Options`` are equal if their
+    plain values are equal and their arrays are the same objects. Numbers are read once, when
+    ``Options`` are built; keywords build them in each call. The host does not read lengths and
     offsets in arrays on a GPU: kernels clamp them to their range.
 
     Examples

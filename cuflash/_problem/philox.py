@@ -36,7 +36,7 @@ class Origin(NamedTuple):
     """Place in a whole call of the first score of a part, so that both draw the same mask."""
 
     entry: int = 0
-    heads_elsewhere: int = 0  # of each batch entry, not in this part
+    heads_elsewhere: int = 0  # heads of each batch entry that the part lacks
     query: int = 0
     key: int = 0
 
@@ -71,7 +71,7 @@ def kept(entries: Array, rows: slice, cols: slice, p: float, seed: int, xp: Modu
         [x, y, entries & np.uint64(_WORD), entries >> np.uint64(32)], (seed & _WORD, seed >> 32), xp
     )
     lead = words[0].shape[:-2]
-    # (entries, block, row div 8, row in 8, block, column div 8, number of x, column in 2)
+    # Axes: entries, block, row div 8, row mod 8, block, column div 8, x mod 4, column mod 2.
     blocks = xp.empty((*lead, last_m - first_m, 2, 8, last_n - first_n, 2, 4, 2), bool)
     halves = (half for word in words for half in (word & np.uint64(0xFFFF), word >> np.uint64(16)))
     for number, half in enumerate(halves):

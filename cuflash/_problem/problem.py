@@ -59,7 +59,7 @@ class Problem(_OfOptions):  # type: ignore[misc]
     """
 
     batch: tuple[int, ...]
-    batch_shape: tuple[int, ...]  # in the caller's axes: lse has batch_shape + (m,)
+    batch_shape: tuple[int, ...]  # the caller's batch axes: lse has batch_shape + (m,)
     seqlen_q: int
     seqlen_k: int
     head_dim: int
@@ -70,7 +70,7 @@ class Problem(_OfOptions):  # type: ignore[misc]
     k: Operand
     v: Operand
     out: Operand
-    out_shape: tuple[int, ...]  # in the caller's axes order
+    out_shape: tuple[int, ...]  # in the caller's order of axes
     axes: Axes
     offset_value: int | None
     q_length_value: int | None

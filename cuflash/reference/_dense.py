@@ -336,7 +336,7 @@ def _without_values(axes: Any) -> Any:
 
 
 def _seen_product(a: Array, b: Array, seen: Array) -> Array:
-    """``a @ b`` for an ``a`` that is 0 outside ``seen``; NaN in ``b`` reaches only rows that see it."""
+    """``a @ b``, ``a`` being 0 outside ``seen``: non-finite ``b`` affects only rows that see it."""
     finite = np.isfinite(b)
     if finite.all():
         return np.matmul(a, b)
