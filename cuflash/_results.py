@@ -29,7 +29,7 @@ class AttentionResult(NamedTuple, Generic[ArrayT]):
     out : array, batch + (m, d_v)
         Weighted sums of the values, in the caller's order of axes.
     lse : array, batch + (m,)
-        Natural logarithm of each row's sum of exp(score), with the final scores; float32, or
+        Natural logarithm of each row's sum of exp(score), over the final scores; float32, or
         float64 for float64 inputs. If a query sees no key, lse is its sink, or -inf without a sink.
         In rows beyond ``q_lengths`` lse is -inf.
 

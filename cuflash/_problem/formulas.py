@@ -57,7 +57,7 @@ def formula_arrays(options: Options, like: Array) -> dict[str, Array]:
 
 
 def _named(options: Options) -> dict[str, Array]:
-    """The arrays of both formulas by name; a name is one array in both."""
+    """The arrays of both formulas by name; each name is the same array in both."""
     named: dict[str, Array] = {}
     for mod in (options.score_mod, options.mask_mod):
         for name, array in () if mod is None else mod.arrays.items():

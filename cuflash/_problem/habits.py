@@ -157,7 +157,7 @@ def answering_words(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def refuse_words(keywords: Collection[str], words: Mapping[str, str]) -> None:
-    """Raise for a keyword in ``words``, with their answer instead of attention's."""
+    """Raise for a keyword in ``words``, with the answer from there instead of attention's."""
     for name in keywords:
         if name in words:
             raise wrong_type(name, "an unknown keyword", "a score option", words[name])

@@ -82,8 +82,8 @@ class ScoreMod(_Modifier):
     grad : str
         Derivative of ``expression`` with respect to ``score``, as an expression of the same names.
     arrays : mapping of str to array, optional
-        Arrays that the formulas index, by name; at most 6, of the same library as q. In CUDA each
-        is a pointer to its elements in C order (16-bit floats as float).
+        Arrays that the formulas index, by name, of the same library as q; at most 6 on a GPU. In
+        CUDA each is a pointer to its elements in C order (16-bit floats as float).
     host : callable
         ``host(score, b, h, q, k, **arrays)`` computes the formula on NumPy arrays that broadcast.
         It may overwrite them, but not ``arrays``. If it raises, nothing has been written.
