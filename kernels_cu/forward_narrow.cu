@@ -11,7 +11,7 @@
 //
 // Each block has its own sums (l, o), which are then added to L and O. A single float32 sum of
 // 262,144 exponentials loses every term below half a unit in its last place: 5e-5 of the sum for
-// exponentials that differ as those of points in space do. With sums of blocks the loss is 2e-6.
+// exponentials as different as points in space give them. With sums of blocks the loss is 2e-6.
 // Tensor cores would pad heads to 16 or 32 columns, and with 3 columns the exponential takes most
 // of the time anyway. All threads read the same key at a time, for all their rows. (D61)
 #include "portable/forward_rows.cuh"

@@ -23,7 +23,7 @@ CUFLASH_DEVICE void arrive_if(uint64_t& barrier, bool mine) {
   ptx::mbarrier_arrive_if(ptx::shared_address(&barrier), mine);
 }
 
-// One arrival for the whole warp, when all its lanes are here and what they wrote is visible.
+// One arrival for the whole warp, after all its lanes have met and see each other's writes.
 CUFLASH_DEVICE void arrive_as_warp(uint64_t& barrier) {
   __syncwarp();
   arrive_if(barrier, lane_index() == 0);

@@ -7,9 +7,9 @@ namespace cuflash {
 
 constexpr bool is_packed = Config::cu_seqlens != Dtype::none;
 
-// Without packing, tiles keep the order of the array. Packed sequences are sorted in groups of 32
-// neighbours, most keys first. Each lane has one sequence, and knows how many tiles come before the
-// tiles of this sequence. Called by a whole warp.
+// Without packing, tiles follow the order of the array, or the reverse if its last rows see most.
+// Packed sequences are sorted in groups of 32 neighbours, most keys first. Each lane has one
+// sequence, and knows how many tiles come before its own. Called by a whole warp.
 struct TileOrder {
   int group_begin = 0, group_end = 0;  // ranks of the 32 current sequences
   int sequence, first_rank, num_tiles;
