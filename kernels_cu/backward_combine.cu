@@ -1,7 +1,8 @@
-// dk and dv from the float32 sums of parts of the queries: added in the order of the parts, scaled,
-// rounded, in the caller's strides. Rows that came out non-finite are computed again, pair by pair.
+// dk and dv from the float32 sums of parts of the queries. The sums are added in the order of the
+// parts, scaled, rounded, and stored in the caller's strides. Rows that came out non-finite are
+// computed again, pair by pair.
 //
-// A thread block has 16 keys, a warp 32 columns of dk or of dv.
+// A thread block computes 16 keys, each of its warps 32 columns of dk or of dv.
 #include "simt/recompute_rows.cuh"
 #include "sm90/dkv_parts.cuh"
 
@@ -11,7 +12,7 @@ constexpr int warps_of_dk = Config::head_dim / 32;
 static_assert(Config::num_warps == warps_of_dk + Config::head_dim_v / 32, "32 columns of a warp");
 static_assert(Config::block_n == 16, "a slice of a thread block");
 
-// Returns the rows that are non-finite, as bits.
+// Returns a bit mask of the non-finite rows.
 CUFLASH_DEVICE uint32_t combine(const BackwardParams& params, const KeyTile& work, int num_keys) {
   using Columns = DqSlice<4>;
   const BatchIndex entry = work.entry(params, 0);
@@ -21,7 +22,7 @@ CUFLASH_DEVICE uint32_t combine(const BackwardParams& params, const KeyTile& wor
 #pragma unroll 4
   for (int i = 0; i < params.num_parts; ++i) {
     const int part = work.owner * params.num_parts + i;
-    // dv follows dk.
+    // A slice holds the columns of dk, then those of dv.
     const auto* columns = reinterpret_cast<const Columns*>(&parts.slice(part, work.first_key));
     columns[warp_index()].add_to(acc, lane_index());
   }
@@ -47,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
   const int num_keys = min(max(seqlen.rows_k - work.first_key, 0), 16);
   if (num_keys == 0) return;
   const uint32_t broken = combine(params, work, num_keys);
-  __syncthreads();  // a row was written by several warps, and an exact one by one
+  __syncthreads();  // several warps wrote each row, and one may overwrite it below
   for_each_bit(broken, [&](int row) {
     recompute_dkv(params, work.owner, work.sequence, work.first_key + row);
   });

@@ -1,8 +1,9 @@
-// dq from its float32 sums: scaled, rounded, in the caller's strides. Rows that came out non-finite
-// are computed again, pair by pair.
+// dq from its float32 sums: scaled, rounded, and stored in the caller's strides. Rows that came out
+// non-finite are computed again, pair by pair.
 //
-// A thread block converts one block of queries of backward_sm90.cu, a warp a slice of it. Several
-// sums of it are added in their order. Of a block that sees no key nothing was stored: it is zero.
+// A thread block converts one block of queries of backward_sm90.cu, each warp one slice of it. If
+// the block has several sums, they are added in order. Nothing was stored for a block that sees no
+// key: its dq is zero.
 #include "sm90/bias_gradient.cuh"
 #include "sm90/dq_accum.cuh"
 #include "sm90/dq_semaphore.cuh"
@@ -11,7 +12,7 @@ namespace cuflash {
 
 static_assert(Config::num_warps == 4 * DqAccum::parts, "a warp for each slice");
 
-// Scales and stores a warp's slice; returns its rows that are non-finite, as bits.
+// Scales and stores a warp's slice. Returns a bit mask of its non-finite rows.
 template <int tiles>
 CUFLASH_DEVICE uint32_t convert_slice(const BackwardParams& params, const BatchIndex& entry,
                                       int block) {
@@ -31,7 +32,7 @@ CUFLASH_DEVICE uint32_t convert_slice(const BackwardParams& params, const BatchI
   float acc[tiles][4] = {};
   for_each_stored([&](const DqSlice<tiles>& stored) { stored.add_to(acc, lane_index()); });
   unrolled<tiles, 4>([&](int t, int i) {
-    acc[t][i] += 0.0f;  // what no key contributes to is +0
+    acc[t][i] += 0.0f;  // a row to which no key contributes is +0
   });
   const int first_column = part / DqAccum::row_parts * 64;
   const int first_row = block * Config::block_m + part % DqAccum::row_parts * 64 + slice * 16;
@@ -41,7 +42,7 @@ CUFLASH_DEVICE uint32_t convert_slice(const BackwardParams& params, const BatchI
   target.num_columns -= first_column;
   const int num_rows = min(sums.num_rows - first_row, 16);
   store_slice_wide(target, first_row, num_rows, params.score.scale, acc);
-  __syncwarp();  // all lanes have read
+  __syncwarp();  // all lanes have read their sums
   for_each_stored([&](DqSlice<tiles>& stored) { stored.discard(lane_index()); });
   return non_finite_rows(acc) & ((1u << num_rows) - 1);
 }
@@ -51,7 +52,7 @@ CUFLASH_DEVICE uint32_t convert_slice(const BackwardParams& params, const BatchI
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
     cuflash_backward_convert(const __grid_constant__ cuflash::BackwardParams params) {
   using namespace cuflash;
-  // The last first: their sums are in the cache still.
+  // The last tiles first: their sums are still in the L2 cache.
   const Tile tile = tile_of(params.grid, gridDim.x - 1 - blockIdx.x);
   const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), tile.block);
   const BatchIndex entry(params.batch, tile.owner, place.sequence);
@@ -63,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
   } else {
     broken = convert_slice<last_tiles>(params, entry, place.block);
   }
-  __syncthreads();  // a row was written by several warps, and an exact one by one
+  __syncthreads();  // several warps wrote each row, and one may overwrite it below
   const int part = warp_index() / 4;
   const int row = first_row + part % DqAccum::row_parts * 64 + warp_index() % 4 * 16;
   for_each_bit(broken, [&](int bit) {

@@ -1,17 +1,17 @@
-// What the backward passes need to know of every query: lse and
-// delta = rowsum(dout * out) - dlse, which is subtracted from dp. Clears the turns of one pass.
+// Statistics of every query for the backward passes: lse, and delta = rowsum(dout * out) - dlse,
+// which is subtracted from dp. The kernel also clears the turns of a one-pass backward kernel.
 //
-// A group of neighbouring lanes reads one row, several at once, so that enough is on its way: as
-// they lie in memory, with nothing between the loads that would wait for one of them. Rows that saw
-// nothing (lse = -inf) get (+inf, 0), whatever their dout holds. A sink gives such a row a finite
-// lse: there its out of 0 tells. Rows far from 0 get (NaN, delta): all results that they reach
-// become NaN, and are computed again.
+// A group of neighbouring lanes reads one row. Each lane starts the loads of several rows before it
+// uses any of them, so that enough bytes are in flight. Rows that saw no key (lse = -inf) get
+// (+inf, 0), whatever their dout holds. With a sink the lse of such a row is finite: its delta is 0
+// because its out is 0. Rows far from 0 get (NaN, delta): all results that they reach become NaN,
+// and are computed again.
 #include "ptx/once.cuh"
 #include "schedule/scheduler.cuh"
 
 namespace cuflash {
 
-constexpr int chunks = Config::head_dim_v / 8;  // of eight columns
+constexpr int chunks = Config::head_dim_v / 8;  // chunks of eight columns
 constexpr int lanes_per_row = chunks > 16 ? 32 : (chunks > 8 ? 16 : (chunks > 4 ? 8 : 4));
 constexpr int rows_per_step = Config::num_threads / lanes_per_row;
 static_assert(chunks <= lanes_per_row, "a lane reads at most one chunk");
@@ -19,7 +19,7 @@ constexpr int steps = Config::block_m / rows_per_step;
 constexpr int rows_at_once = steps < 2 ? steps : 2;
 static_assert(steps % rows_at_once == 0, "whole groups of rows");
 
-// Eight columns of a lane, of every row of an entry.
+// The eight columns that a lane reads of each row of a batch entry.
 template <Dtype dtype, bool once>
 struct LaneColumns {
   using Value = Storage<dtype>;
@@ -30,7 +30,7 @@ struct LaneColumns {
 
   const Value* data;
   int64_t row_stride, column_stride;
-  int count;  // those before the true width; a copy of 16 bytes holds no others
+  int count;  // columns before the true width, which no copy of 16 bytes crosses
 
   CUFLASH_DEVICE LaneColumns(const void* array, const Layout& layout, const BatchIndex& entry,
                              int column, int num_columns)
@@ -39,7 +39,7 @@ struct LaneColumns {
         column_stride(layout.column),
         count(num_columns - column) {}
 
-  // As it lies in memory, zeros past the true width.
+  // Raw elements, with zeros past the true width.
   CUFLASH_DEVICE Row read(int q_idx) const {
     const Value* from = data + q_idx * row_stride;
     Row row;
@@ -60,12 +60,12 @@ struct LaneColumns {
 
 }  // namespace cuflash
 
-// Thread blocks: one a processor is all that is asked for. Left to choose, the compiler aims at
-// more, for which it spills an address, or does not read a row before it is done with the last.
+// The launch bounds ask for one thread block on each SM. Without them the compiler aims at more. It
+// then spills an address, or reads a row only after it has finished the previous one.
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     cuflash_backward_delta(const __grid_constant__ cuflash::DeltaParams params) {
   using namespace cuflash;
-  // Of these two dout is read again.
+  // Later kernels read dout again, but not out.
   using DoutColumns = LaneColumns<Config::dtype, false>;
   using OutColumns = LaneColumns<Config::out_dtype, true>;
   const unsigned threads = gridDim.x * Config::num_threads;
@@ -73,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
        i += threads) {
     params.turns[i] = 0;
   }
-  // The last first: of out, which the forward has written, they are in the cache still, and of dout
-  // those then are that the next kernel starts with.
+  // The last tiles first: the out that the forward wrote last is still in the L2 cache. At the end
+  // the cache holds the tiles of dout with which the next kernel starts.
   const Tile tile = tile_of(params.grid, gridDim.x - 1 - blockIdx.x);
   const BatchIndex entry(params.batch, tile.owner);
   const int first_row = tile.block * Config::block_m + threadIdx.x / lanes_per_row;
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
         const Real value = to_real<Config::dtype>(dout[i].value[j]);
         delta = factor == 0 ? delta : fma(value, factor, delta);
       }
-      // All lanes ask, not only the one that stores: lse is loaded with the rest then.
+      // All lanes use lse, not only the storing lane, so that lse is loaded with the other values.
       const bool hidden = lse[i] == -infinity();
       if (hidden) delta = 0;
 #pragma unroll

@@ -1,18 +1,18 @@
-// dk and dv (or one of them) of narrow heads on CUDA cores, a few keys to each thread; the order of
-// every sum is fixed.
+// dk and dv (or one of them) of narrow heads on CUDA cores, a few keys to each thread. Every sum
+// has a fixed order.
 //
 //   for each tile of block_n keys:                            one thread block
 //     dk = 0, dv = 0
 //     for each batch entry that shares these keys:            heads of a group, broadcast axes
 //       for each block of block_m queries that see some key:
-//         they, their rows of dout and statistics come into shared memory, by query
+//         copy q, dout and the statistics of the block to shared memory, one query at a time
 //         for each query, for each key of a thread:           registers
 //           p = exp(score(q.k) - lse);  ds = p (dropout(dout.v) - delta) score'(q.k)
 //           sum_v += dropout(p) dout;  sum_k += ds q
 //         dv += sum_v;  dk += sum_k;  both sums = 0
 //     dk *= scale
 //
-// Why there are sums of blocks, and no tensor cores: forward_narrow.cu.
+// forward_narrow.cu says why each block has its own sums, and why no tensor cores are used.
 #include "simt/narrow.cuh"
 
 namespace cuflash {
@@ -24,7 +24,7 @@ struct SharedMemory {
   Query queries[Config::block_m];
 };
 
-// One key, and what is summed for it.
+// One key and its gradient sums.
 struct Row {
   Key key;
   BlockSums<Config::grad_k ? width : 0> dk;
@@ -54,7 +54,7 @@ CUFLASH_DEVICE void add_block(Row (&own)[rows], const SharedMemory& smem, const 
   });
 }
 
-// Adds the queries of the owner's `index`-th batch entry.
+// Adds what the queries of the owner's `index`-th batch entry contribute.
 CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
                                Row (&own)[rows]) {
   const KeyTile work = KeyTile::of_this_block(params);
@@ -80,7 +80,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
 #pragma unroll 1
   for (; block < blocks.end; block = visited.next_after(block)) {
     const int first_row = block * Config::block_m;
-    __syncthreads();  // every thread is done with the block before
+    __syncthreads();  // every thread has read the previous block
 #pragma unroll 1
     for (int i = threadIdx.x; i < Config::block_m; i += Config::num_threads) {
       const int q_idx = first_row + i;
@@ -88,7 +88,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
       const RowStatistics found = queries.contains(q_idx) ? from.statistics[q_idx] : none;
       smem.queries[i].load(from.q, from.dout, found, q_idx);
     }
-    __syncthreads();  // the queries are there
+    __syncthreads();  // the queries have arrived
     if (looks_up || hides || visited.masked(block)) {
       add_block<true>(own, smem, score, first_row, first_key, power);
     } else {
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
       odd |= own[r].dv.store(dv, kv_idx, kept_scale(params.score));
     }
     const uint32_t lanes = __ballot_sync(0xffffffff, odd);
-    __syncwarp();  // a row was written by one thread, and an exact one by a warp
+    __syncwarp();  // one thread wrote each row, and the warp may overwrite it below
     for_each_bit(lanes, [&](int lane) {
       recompute_dkv(params, work.owner, work.sequence, kv_idx - lane_index() + lane);
     });

@@ -1,5 +1,5 @@
-// dk and dv (or one of them) where registers are short: two warps, partners, own the same keys.
-// Each computes the scores of half of the queries, and sums half of the columns. (D57)
+// dk and dv (or one of them) for float64, where registers are short. Two warps (partners) own the
+// same keys. Each computes the scores of half of the queries, and sums half of the columns. (D57)
 //
 //   for each tile of block_n keys:                            one thread block
 //     dk = 0, dv = 0                                          half of the columns of a warp's keys
@@ -10,9 +10,9 @@
 //         dv += dropout(p^T) dout;  dk += ds^T q              partners exchange p^T and ds^T
 //     dk *= scale
 //
-// Shared memory: k and v of the tile; one block of q, one of dout, in halves; two of their rows'
-// statistics; what partners exchange. q arrives while dp^T is computed, dout of the next block
-// while dk is.
+// Shared memory: k and v of the tile, one block of q and one of dout (each in two halves), the
+// statistics of two blocks, and the buffers through which partners exchange operands. q arrives
+// while dp^T is computed, and dout of the next block while dk is computed.
 #include "portable/exchange.cuh"
 #include "tile/matmul_sm80.cuh"
 #include "portable/dkv_rows.cuh"
@@ -49,7 +49,7 @@ struct SharedMemory {
 static_assert(!Config::grad_k || dk_columns % SharedMemory::QTile::panel_columns == 0, "panels");
 static_assert(!Config::grad_v || dv_columns % SharedMemory::DoutTile::panel_columns == 0, "panels");
 
-// Adds the queries of the owner's `index`-th batch entry.
+// Adds what the queries of the owner's `index`-th batch entry contribute.
 CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
                                Gradients<slices>& acc) {
   const Work work = Work::of_this_block(params);
@@ -63,7 +63,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
   int m_block = visited.first_from(blocks.begin);
   if (m_block >= blocks.end) return;
   if constexpr (!Config::shared_keys) {
-    __syncthreads();  // every warp is done with the keys and values of the previous entry
+    __syncthreads();  // every warp has read the keys and values of the previous entry
     load_keys(params, smem, entry, first_key);
   }
 
@@ -75,7 +75,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
   const RowSource dout(params.dout, params.dout_layout, entry, first_q, params.head_dim_v);
   const RowStatistics* statistics = params.rows + entry * params.rows_layout.batch + first_q;
 
-  int stage = 0;  // of the statistics
+  int stage = 0;  // buffer of the statistics
   const auto load_dout = [&](int m_block, int to_stage) {
     const int first_row = m_block * Config::block_m;
     load_tile(smem.dout[0], dout, first_row, rows);
@@ -90,7 +90,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
     const bool one_segment = visited.of_one_segment(m_block);
     next = visited.next_after(m_block);
     ptx::cp_async_wait<0>();
-    __syncthreads();  // dout is there; every warp is done with q
+    __syncthreads();  // dout has arrived, and every warp has read the previous q
     load_tile(smem.q[0], q, first_row, rows);
     load_tile(smem.q[1], q, first_row + half_rows, rows);
     ptx::cp_async_commit();
@@ -103,7 +103,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
                                          read_columns(smem.dout[partner]));
     }
     ptx::cp_async_wait<0>();
-    __syncthreads();  // q is there
+    __syncthreads();  // q has arrived
     if constexpr (Score::may_hide_rows) {
       if constexpr (!Config::grad_k) clear_fully_masked_rows(smem.rows[stage], smem.dout);
       clear_fully_masked_rows(smem.rows[stage], smem.q);
@@ -126,14 +126,14 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
       to_operand(ds_frag, dp_acc);
       smem.ds[warp_index()].put(ds_frag);
     }
-    __syncthreads();  // both halves are there
+    __syncthreads();  // both partners have written their halves of p and ds
     if constexpr (Config::grad_v) {
       const int column = first_own_column(Config::head_dim_v);
       multiply(acc.dv, p_frag, read_sums(smem.dout[partner], column));
       smem.p[other_warp].take(p_frag);
       multiply(acc.dv, p_frag, read_sums(smem.dout[partner ^ 1], column));
     }
-    __syncthreads();  // every warp is done with dout
+    __syncthreads();  // every warp has read dout
     stage ^= 1;
     if (next < blocks.end) load_dout(next, stage);
     if constexpr (Config::grad_k) {

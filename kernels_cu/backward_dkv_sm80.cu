@@ -1,5 +1,5 @@
-// dk and dv (or one of them) for tensor cores of sm_80 and later (mma.sync); no atomics, the order
-// of every sum is fixed.
+// dk and dv (or one of them) for tensor cores of sm_80 and later (mma.sync), without atomics. Every
+// sum has a fixed order.
 //
 //   for each tile of block_n keys:                            one thread block
 //     dk = 0, dv = 0
@@ -11,11 +11,12 @@
 //         dv += dropout(p^T) dout;  dk += ds^T q              p^T, ds^T reused in registers
 //     dk *= scale
 //
-// Transposed scores make the rows of a warp its keys: both results then are sums over columns that
-// stay in the warp. Shared memory: k and v of the tile, two stages of q, dout and their rows'
-// statistics; a stage arrives while the other is computed with. In float32 q and dout are TF32
-// parts, and a pass for dk or dv alone has one stage of them: for dk, q arrives during dp^T and the
-// next dout during the rest; for dv, dout arrives during s^T and the next q during the rest. (D37)
+// Scores are transposed, so that the rows of a warp are its keys: both results are then sums over
+// columns that stay within the warp. Shared memory holds k and v of the tile, and two stages of q,
+// dout and the statistics of their rows. One stage is loaded while the other is used. In float32 q
+// and dout are split into TF32 parts, and a pass for dk or dv alone has a single stage. For dk, q
+// arrives during dp^T and the next dout during the rest. For dv, dout arrives during s^T and the
+// next q during the rest. (D37)
 #include "tile/matmul.cuh"
 #include "portable/dkv_rows.cuh"
 #include "portable/fully_masked_rows.cuh"
@@ -47,8 +48,8 @@ static_assert(Config::block_m <= Config::num_threads, "a thread copies the stati
 static_assert(!Config::grad_k || dk_columns % QTile::panel_columns == 0, "panels");
 static_assert(!Config::grad_v || dv_columns % DoutTile::panel_columns == 0, "panels");
 
-// Adds the queries of the owner's `index`-th batch entry; `stage` alternates from one block of
-// queries to the next.
+// Adds what the queries of the owner's `index`-th batch entry contribute. `stage` alternates from
+// one block of queries to the next.
 CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
                                int& stage, Gradients<slices>& acc) {
   const Work work = Work::of_this_block(params);
@@ -62,7 +63,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
   int m_block = visited.first_from(blocks.begin);
   if (m_block >= blocks.end) return;
   if constexpr (!Config::shared_keys) {
-    __syncthreads();  // every warp is done with the keys and values of the previous entry
+    __syncthreads();  // every warp has read the keys and values of the previous entry
     load_keys(params, smem, entry, first_key);
   }
 
@@ -87,7 +88,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
   const auto await = [&](auto&... tiles) {
     ptx::cp_async_wait<0>();
     (split(tiles), ...);
-    __syncthreads();  // they are there; every warp is done with what the next copy replaces
+    __syncthreads();  // the tiles are complete, and every warp has read what the next copy replaces
     if constexpr (Score::may_hide_rows) clear_fully_masked_rows(smem.rows[stage], &tiles...);
   };
   load_ahead(m_block, stage);

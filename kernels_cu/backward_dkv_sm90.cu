@@ -1,5 +1,5 @@
-// dk and dv (or one of them) on Hopper: TMA and warp-specialised wgmma; no atomics, the order of
-// every sum is fixed.
+// dk and dv (or one of them) on Hopper: TMA and warp-specialised wgmma, without atomics. Every sum
+// has a fixed order.
 //
 //   for each tile of block_n keys:                            one thread block
 //     dk = 0, dv = 0                                          64 keys per warpgroup
@@ -9,20 +9,21 @@
 //         p^T = exp(score(s^T) - lse)                         while dp^T is multiplied
 //         dv += p^T dout
 //         ds^T = p^T (dp^T - delta) score'(s^T)               while dv is multiplied
-//         dk += ds^T q                                        until s^T of the next block is there
+//         dk += ds^T q                                        until s^T of the next block is done
 //     dk *= scale
 //
-// p^T and ds^T are operands in the registers that hold them: rows of a warpgroup are keys, both
-// results are sums over columns. Warpgroup 0 produces: its first warp loads. The others consume.
+// The registers that hold p^T and ds^T are operands of the next products: rows of a warpgroup are
+// keys, and both results are sums over columns. Warpgroup 0 is the producer: its first warp loads.
+// The other warpgroups are consumers.
 //
-// Barriers: sm90/dkv_producer.cuh.
+// The mbarriers are listed in sm90/dkv_producer.cuh.
 #include "sm90/dkv_warpgroup.cuh"
 
 namespace cuflash {
 
 using SharedMemory = DkvSharedMemory;
 
-// By one thread, before any other touches a barrier.
+// Called by one thread, before any other thread uses an mbarrier.
 CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   init_rings(smem);
   ptx::fence_mbarrier_init();
@@ -73,7 +74,7 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
   }
 
  private:
-  // The last product of a block is waited for when the scores of the next are there.
+  // The last product of a block is waited for only after the scores of the next block are done.
   CUFLASH_DEVICE void add_block(const Score& score, int first_row, int first_key, bool masked) {
     float s_acc[1][tiles][4], dp_acc[1][tiles][4];
     start_scores(s_acc, ring);
@@ -111,8 +112,8 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
     ring.advance();
   }
 
-  // Scores of this block are there, the next block's start as soon as they are read; after the
-  // last block they are this block's once more, and not used.
+  // On entry s_acc holds the scores of this block. The product of the next block's scores starts as
+  // soon as they are read. After the last block it repeats this block's scores, which are not used.
   CUFLASH_DEVICE void add_block_ahead(float (&s_acc)[1][tiles][4], const Score& score,
                                       int first_row, int first_key, bool masked, bool is_last) {
     float p[1][tiles][4], dp_acc[1][tiles][4];
@@ -121,7 +122,7 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
     read(lse, smem.lse);
     compute_p(p, s_acc, lse, score, first_row, first_key);
     hide_pairs(p, score, first_row, first_key, masked);
-    ptx::wgmma_wait<1>();  // dk of the block before has read frag
+    ptx::wgmma_wait<1>();  // dk of the previous block has read frag
     release_block_before();
     to_operand(frag, p);
     start_dv();

@@ -1,5 +1,5 @@
-// dk and dv (or one of them) in float32 for Hopper: wgmma on TF32 parts of the operands; the order
-// of every sum is fixed.
+// dk and dv (or one of them) in float32 for Hopper: wgmma on TF32 parts of the operands. Every sum
+// has a fixed order.
 //
 //   for each tile of block_n keys:                            one thread block
 //     dk = 0, dv = 0
@@ -11,10 +11,10 @@
 //         dv += dropout(p^T) dout;  dk += ds^T q              p^T, ds^T split in registers
 //     dk *= scale
 //
-// Warpgroup 0 produces: it splits q and dout once per block and writes them as rows for s^T and
-// dp^T, transposed for the sums, since wgmma sums float32 along rows of both operands only. The
-// others consume. k and v of the tile stay in float32 and are split by the lanes that multiply with
-// them. (D38)
+// Warpgroup 0 is the producer: it splits q and dout once for each block. It writes them as rows for
+// s^T and dp^T, and transposed for dk and dv, because wgmma sums float32 only along the rows of
+// both operands. The other warpgroups are consumers. k and v of the tile stay in float32: the lanes
+// that multiply with them split them. (D38)
 #include "portable/dkv_rows.cuh"
 #include "sm90_tf32/roles.cuh"
 
@@ -27,7 +27,7 @@ using DoutTile = SmemTile<Config::block_m, Config::head_dim_v>;
 using TransposedQ = SmemTile<Config::head_dim, Config::block_m>;
 using TransposedDout = SmemTile<Config::head_dim_v, Config::block_m>;
 
-// What only dk, or only dv, needs takes no room without it.
+// Tiles that only dk or only dv needs take no shared memory in the other pass.
 template <bool needed>
 struct TilesOfDk {
   VTile v;
@@ -57,11 +57,11 @@ static_assert(Config::block_m <= 128, "a thread of the producer copies the stati
 static_assert(Config::shared_keys, "k and v are loaded once");
 static_assert(!Score::may_hide_rows || Config::block_m == 32, "a bit for each row of a block");
 
-// Of a thread; their sum over all warpgroups is what the thread block was given at its start.
+// Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
 constexpr int producer_registers = 136, consumer_registers = 184;
 
-// The statistics of a block; rows outside `valid` lie in masked blocks, where nothing is visible to
-// them.
+// Copies the statistics of a block. Rows outside `valid` occur only in masked blocks, where they
+// see no key.
 CUFLASH_DEVICE void store_statistics(RowStatistics (&to)[Config::block_m],
                                      const RowStatistics* from, int first_row, Range valid) {
   const int row = ptx::thread_index();
@@ -70,8 +70,8 @@ CUFLASH_DEVICE void store_statistics(RowStatistics (&to)[Config::block_m],
   }
 }
 
-// Within the rows of some key a mask or a bias can leave a row without anything visible, with lse =
-// +inf here: nothing it holds may reach a product. Bits of such rows.
+// Returns a bit mask of the rows within `valid` that a mask or a bias hides from every key. Their
+// lse is +inf here, and nothing that they hold may reach a product.
 CUFLASH_DEVICE uint32_t hidden_rows(const RowStatistics* statistics, int first_row, Range valid) {
   if constexpr (!Score::may_hide_rows) return 0;
   const int row = first_row + lane_index();
@@ -121,7 +121,7 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, Shared& smem, int inde
   }
 }
 
-// Sums over the queries of a batch entry that see the tile's keys, of the 64 keys of a warpgroup.
+// Adds to dk and dv of a warpgroup's 64 keys, over the queries of a batch entry that see the tile.
 template <typename Shared>
 CUFLASH_DEVICE void accumulate(const BackwardParams& params, Shared& smem, int warp, int index,
                                Ring<Config::num_stages>& ring, Gradients<1>& acc) {
@@ -166,7 +166,8 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, Shared& smem, int w
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     cuflash_backward_dkv_tf32_sm90(const __grid_constant__ cuflash::BackwardParams params) {
   using namespace cuflash;
-  // Not by shared_memory(): stores to tiles of a base class would not be known to stay in it.
+  // shared_memory() is not used: the compiler would not know that stores to the tiles of a base
+  // class stay within that base class.
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
   if (threadIdx.x == 0) {
@@ -180,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   load_keys(params, smem, work.entry(params, 0), work.first_key);
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
-  __syncthreads();  // keys, values and the barriers are there
+  __syncthreads();  // keys and values have arrived, and all mbarriers are initialised
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   Ring<Config::num_stages> ring;
   if (warp < 4) {

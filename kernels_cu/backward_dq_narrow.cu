@@ -1,29 +1,29 @@
-// dq of narrow heads on CUDA cores, a few rows to each thread; the order of every sum is fixed.
+// dq of narrow heads on CUDA cores, a few rows to each thread. Every sum has a fixed order.
 //
 //   for each tile of block_m rows of q:                       one thread block
 //     dq = 0
 //     for each batch entry that shares these rows:            broadcast axes
 //       for each block of block_n keys that some row sees:
-//         its keys, values and, if all queries share it, bias come into shared memory, by key
+//         copy k, v and a bias shared by all queries to shared memory, one key at a time
 //         for each key, for each row of a thread:             registers
 //           p = exp(score(q.k) - lse);  ds = p (dropout(dout.v) - delta) score'(q.k)
 //           sum += ds k
 //         dq += sum;  sum = 0
 //     dq *= scale
 //
-// Why there are sums of blocks, and no tensor cores: forward_narrow.cu.
+// forward_narrow.cu says why each block has its own sums, and why no tensor cores are used.
 #include "simt/narrow.cuh"
 
 namespace cuflash {
 
-constexpr int rows = Config::block_m / Config::num_threads;  // of a thread
+constexpr int rows = Config::block_m / Config::num_threads;  // rows of a thread
 static_assert(rows * Config::num_threads == Config::block_m, "every thread has as many");
 
 struct SharedMemory {
   Key keys[Config::block_n];
 };
 
-// One row, and what is summed for it.
+// One row of q and its gradient sums.
 struct Row {
   Query query;
   BlockSums<width> dq;
@@ -48,7 +48,7 @@ CUFLASH_DEVICE void add_block(Row (&own)[rows], const SharedMemory& smem, const 
   unrolled<rows>([&](int r) { own[r].dq.end_block(); });
 }
 
-// Adds the keys of the owner's `index`-th batch entry.
+// Adds what the keys of the owner's `index`-th batch entry contribute.
 CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
                                Row (&own)[rows]) {
   const RowTile work = RowTile::of_this_block(params);
@@ -72,13 +72,13 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
   for (; block < blocks.end; block = visited.next_after(block)) {
     const int first_key = block * Config::block_n;
     bool hides = false;
-    __syncthreads();  // every thread is done with the block before
+    __syncthreads();  // every thread has read the previous block
 #pragma unroll 1
     for (int i = threadIdx.x; i < Config::block_n; i += Config::num_threads) {
       smem.keys[i].load(from.k, from.v, score, first_key + i, keys.contains(first_key + i));
       hides |= smem.keys[i].hides();
     }
-    hides = __syncthreads_or(hides);  // the keys are there
+    hides = __syncthreads_or(hides);  // the keys have arrived
     if (looks_up || hides || visited.masked(block)) {
       add_block<true>(own, smem, score, first_row, first_key, power);
     } else {
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
     const int q_idx = work.first_row + r * Config::num_threads + threadIdx.x;
     const bool odd = q_idx < seqlen.rows_q && own[r].dq.store(dq, q_idx, params.score.scale);
     const uint32_t lanes = __ballot_sync(0xffffffff, odd);
-    __syncwarp();  // a row was written by one thread, and an exact one by a warp
+    __syncwarp();  // one thread wrote each row, and the warp may overwrite it below
     for_each_bit(lanes, [&](int lane) {
       recompute_dq(params, work.owner, work.sequence, q_idx - lane_index() + lane);
     });

@@ -1,5 +1,5 @@
-// dq where registers are short: two warps, partners, own the same queries. Each computes the scores
-// of half of the keys, and sums half of the columns. (D57)
+// dq for float64, where registers are short. Two warps (partners) own the same queries. Each
+// computes the scores of half of the keys, and sums half of the columns. (D57)
 //
 //   for each tile of block_m rows of q:                       one thread block
 //     dq = 0                                                  half of the columns of a warp's rows
@@ -10,8 +10,9 @@
 //         dq += ds k                                          partners exchange ds
 //     dq *= scale
 //
-// Shared memory: q and dout of the tile; one block of k and one of v, in halves; what partners
-// exchange. k arrives while dp is computed, v of the next block while s and dq are.
+// Shared memory: q and dout of the tile, one block of k and one of v (each in two halves), and the
+// buffers through which partners exchange operands. k arrives while dp is computed, and v of the
+// next block while s and dq are computed.
 #include "portable/exchange.cuh"
 #include "tile/matmul_sm80.cuh"
 #include "portable/dq_rows.cuh"
@@ -44,7 +45,7 @@ struct SharedMemory {
 constexpr int own_columns = Config::head_dim / own_parts;
 static_assert(own_columns % SharedMemory::KTile::panel_columns == 0, "parts are whole panels");
 
-// Adds the keys of the owner's `index`-th batch entry.
+// Adds what the keys of the owner's `index`-th batch entry contribute.
 CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
                                Real (&dq_acc)[slices][own_columns / 8][4]) {
   const Work work = Work::of_this_block(params);
@@ -72,7 +73,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
     load_tile(smem.v[1], v, n_block * Config::block_n + half_keys, keys);
     ptx::cp_async_commit();
   };
-  __syncthreads();  // every warp is done with what the previous entry left in shared memory
+  __syncthreads();  // every warp has read the tiles of the previous entry
   load_tile(smem.q, q, first_row, {0, score.seqlen.q});
   load_tile(smem.dout, dout, first_row, {0, score.seqlen.q});
   load_v(n_block);
@@ -85,7 +86,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
     const bool one_segment = visited.of_one_segment(n_block);
     next = visited.next_after(n_block);
     ptx::cp_async_wait<0>();
-    __syncthreads();  // v is there; every warp is done with k
+    __syncthreads();  // v has arrived, and every warp has read the previous k
     load_tile(smem.k[0], k, first_key, keys);
     load_tile(smem.k[1], k, first_key + half_keys, keys);
     ptx::cp_async_commit();
@@ -96,7 +97,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
                                        read_columns(smem.v[partner]));
 
     ptx::cp_async_wait<0>();
-    __syncthreads();  // k is there; every warp is done with v
+    __syncthreads();  // k has arrived, and every warp has read v
     if (next < blocks.end) load_v(next);
     clear(s_acc);
     multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[partner]));
@@ -112,7 +113,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
     smem.ds[warp_index()].put(ds_frag);
     const int column = first_own_column(Config::head_dim);
     multiply(dq_acc, ds_frag, read_sums(smem.k[partner], column));
-    __syncthreads();  // the partner's half is there
+    __syncthreads();  // the partner has written its half of ds
     smem.ds[other_warp].take(ds_frag);
     multiply(dq_acc, ds_frag, read_sums(smem.k[partner ^ 1], column));
   }

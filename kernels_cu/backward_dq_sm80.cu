@@ -1,4 +1,4 @@
-// dq for tensor cores of sm_80 and later (mma.sync); no atomics, the order of every sum is fixed.
+// dq for tensor cores of sm_80 and later (mma.sync), without atomics. Every sum has a fixed order.
 //
 //   for each tile of block_m rows of q:                       one thread block
 //     dq = 0
@@ -10,9 +10,9 @@
 //         dq += ds k
 //     dq *= scale
 //
-// Shared memory: q and dout of the tile, two stages of k and v; a stage arrives while the other is
-// computed with. In float32 there is one stage, of TF32 parts: k arrives during dp, v of the next
-// block during s and dq.
+// Shared memory holds q and dout of the tile, and two stages of k and v. One stage is loaded while
+// the other is used. In float32 there is a single stage, split into TF32 parts: k arrives during
+// dp, and v of the next block during s and dq.
 #include "tile/matmul.cuh"
 #include "portable/dq_rows.cuh"
 
@@ -35,8 +35,8 @@ struct SharedMemory {
 constexpr int slices = Config::block_m / (16 * Config::num_warps);
 static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp owns whole slices");
 
-// Adds the keys of the owner's `index`-th batch entry; `stage` alternates from one block of keys to
-// the next.
+// Adds what the keys of the owner's `index`-th batch entry contribute. `stage` alternates from one
+// block of keys to the next.
 template <int dq_tiles>
 CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
                                int& stage, Real (&dq_acc)[slices][dq_tiles][4]) {
@@ -64,7 +64,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
   const auto load_v = [&](int n_block, int to_stage) {
     load_tile(smem.v[to_stage], v, n_block * Config::block_n, keys);
   };
-  __syncthreads();  // every warp is done with q and dout of the previous entry
+  __syncthreads();  // every warp has read q and dout of the previous entry
   load_tile(smem.q, q, first_row, {0, score.seqlen.q});
   load_tile(smem.dout, dout, first_row, {0, score.seqlen.q});
   if constexpr (stages == 2) load_k(n_block, stage);
@@ -102,7 +102,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
       multiply_dp();
       ptx::cp_async_wait<0>();
       split(smem.k[0]);
-      __syncthreads();  // k is there; every warp is done with v
+      __syncthreads();  // k has arrived, and every warp has read v
       if (next < blocks.end) load_v(next, 0);
       ptx::cp_async_commit();
     }

@@ -1,4 +1,4 @@
-// dq on Hopper: TMA and warp-specialised wgmma; no atomics, the order of every sum is fixed.
+// dq on Hopper: TMA and warp-specialised wgmma, without atomics. Every sum has a fixed order.
 //
 //   for each tile of block_m rows of q:                       one thread block
 //     dq = 0                                                  64 rows per warpgroup
@@ -6,17 +6,17 @@
 //       s = q k^T;  dp = dout v^T
 //       p = exp(score(s) - lse)                               while dp is multiplied
 //       ds = p (dp - delta) score'(s)                         an operand in registers
-//       dq += ds k                                            until s of the next block is there
+//       dq += ds k                                            until s of the next block is done
 //     dq *= scale
 //
-// Warpgroup 0 produces: its first warp loads. The others consume.
+// Warpgroup 0 is the producer: its first warp loads. The other warpgroups are consumers.
 //
-//   barrier      arrivals a phase   what the end of a phase says
-//   rows_full    1 + bytes          q and dout of the tile are there
-//   full         1 + bytes          k and v of a block are there
-//   raw          1 + bytes          k and v are there, with rows to be cleared
-//   empty        consumers          every warpgroup is done with the block: load the next
-//   never        -                  nobody waits: see Consumer::add_block
+//   barrier      arrivals a phase   what the end of a phase means
+//   rows_full    1 + bytes          q and dout of the tile have arrived
+//   full         1 + bytes          k and v of a block have arrived
+//   raw          1 + bytes          k and v have arrived, and some of their rows must be cleared
+//   empty        consumers          every warpgroup has used the block: load the next
+//   never        -                  no thread arrives or waits
 #include "schedule/pipeline.cuh"
 #include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
@@ -43,7 +43,7 @@ struct SharedMemory {
   uint64_t rows_full, raw, never;
 };
 
-// By one thread, before any other touches a barrier.
+// Called by one thread, before any other thread uses an mbarrier.
 CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   for (int i = 0; i < Config::num_stages; ++i) {
     init(smem.full[i], 1);
@@ -73,7 +73,7 @@ struct Producer {
     const Range rows{work.first_row, work.first_row + Config::block_m};
     const BlockRanges blocks = score.kv_blocks(rows.begin, rows.end);
     VisitedBlocks<Walk::keys> visited(score, blocks, rows);
-    const Range seen = score.kv_range(0, score.seqlen.rows_q);  // by any row of this entry
+    const Range seen = score.kv_range(0, score.seqlen.rows_q);  // seen by any row of this entry
 #pragma unroll 1
     for (int block = visited.first_from(blocks.begin); block < blocks.end;
          block = visited.next_after(block)) {
@@ -82,7 +82,7 @@ struct Producer {
   }
 
  private:
-  // In lane 0.
+  // Called by lane 0.
   CUFLASH_DEVICE void load_rows(const BatchIndex& entry, int first_row) {
     ptx::mbarrier_arrive_expect(ptx::shared_address(&smem.rows_full),
                                 SharedMemory::QTile::bytes + SharedMemory::DoutTile::bytes);
@@ -90,9 +90,9 @@ struct Producer {
     start_load(smem.dout, params.dout_map, params.dout_layout, entry, first_row, smem.rows_full);
   }
 
-  // Keys from `first_key` of the entry on, whose first is row `first_k` of the arrays. What lies
-  // outside `seen` must not reach a product, where 0 * NaN would count. Past the end of the arrays
-  // TMA brings zeros; what lies before it is cleared here.
+  // Loads a block of keys from `first_key` on. Key 0 of the entry is row `first_k` of the arrays.
+  // Keys outside `seen` must not reach a product, where 0 * NaN would be NaN. TMA writes zeros past
+  // the end of the arrays, and this function clears the other keys outside `seen`.
   CUFLASH_DEVICE void load_keys(const BatchIndex& entry, int first_key, int first_k, Range seen) {
     const int stage = ring.stage(), from = first_k + first_key;
     const Range kept{max(seen.begin - first_key, 0), seen.end - first_key};
@@ -106,7 +106,7 @@ struct Producer {
       start_load(smem.k[stage], params.k_map, params.k_layout, entry, from, full);
       start_load(smem.v[stage], params.v_map, params.v_layout, entry, from, full);
     }
-    __syncwarp();  // no lane may be left two phases behind in a wait
+    __syncwarp();  // all lanes are past their wait: see sm90/barrier.cuh
     if (clears) {
       wait(smem.raw, raw_ring.full_parity());
       raw_ring.advance();
@@ -137,7 +137,7 @@ struct Consumer {
 
   const BackwardSm90Params& params;
   SharedMemory& smem;
-  const int warpgroup;  // of the consumers
+  const int warpgroup;  // index among the consumers
   Ring<Config::num_stages> ring;
   RowStatistics rows[2];
   float dq_acc[1][Config::head_dim / 8][4];
@@ -217,7 +217,7 @@ struct Consumer {
     start_product<SharedMemory::KTile>(dq_acc, frag, smem.k[ring.stage()].mn_major());
   }
 
-  // The last product of a block is waited for when the scores of the next are there.
+  // The last product of a block is waited for only after the scores of the next block are done.
   CUFLASH_DEVICE void add_block(const Score& score, int first_row, int first_key, bool masked) {
     float s_acc[1][tiles][4], dp_acc[1][tiles][4];
     start_scores(s_acc, ring);
@@ -242,8 +242,8 @@ struct Consumer {
     ring.advance();
   }
 
-  // Scores of this block are there, the next block's start as soon as they are read; after the
-  // last block they are this block's once more, and not used.
+  // On entry s_acc holds the scores of this block. The product of the next block's scores starts as
+  // soon as they are read. After the last block it repeats this block's scores, which are not used.
   CUFLASH_DEVICE void add_block_ahead(float (&s_acc)[1][tiles][4], const Score& score,
                                       int first_row, int first_key, bool masked, bool is_last) {
     float p[1][tiles][4], dp_acc[1][tiles][4];
@@ -261,7 +261,7 @@ struct Consumer {
     ring.advance();
   }
 
-  // Raw products become probabilities.
+  // Computes probabilities from raw products.
   CUFLASH_DEVICE void compute_p(float (&p)[1][tiles][4], const float (&products)[1][tiles][4],
                                 const Score& score, int first_row, int first_key) const {
     const LaneIndices lane(first_row, first_key);
@@ -272,8 +272,8 @@ struct Consumer {
     });
   }
 
-  // The branch also keeps all exponentials above it, and so before the wait for dp: nothing else
-  // ties them to it, and ptxas would move it above most of them.
+  // The branch also keeps all exponentials before the wait for dp. Nothing else orders the two, and
+  // ptxas would move the wait above most of the exponentials.
   CUFLASH_DEVICE void hide_pairs(float (&p)[1][tiles][4], const Score& score, int first_row,
                                  int first_key, bool masked) const {
     if (!warp_agrees(masked)) return;
@@ -287,7 +287,7 @@ struct Consumer {
     }
   }
 
-  // Where scores take more: raw products become p score'.
+  // For scores that are more than a product: computes p score' from raw products.
   template <bool masked>
   CUFLASH_DEVICE void compute_weights(float (&s_acc)[1][tiles][4], const Score& score,
                                       int first_row, int first_key) const {
@@ -325,7 +325,7 @@ struct Consumer {
     store_slice(RowTarget(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim,
                           Config::head_dim),
                 first_row, num_rows, params.score.scale, dq_acc[0]);
-    __syncwarp();  // a row was written by four lanes, and an exact one by all
+    __syncwarp();  // four lanes wrote each row, and the warp may overwrite it below
     for_each_bit(non_finite_rows(dq_acc[0]) & ((1u << num_rows) - 1), [&](int row) {
       recompute_dq(params, work.owner, work.sequence, first_row + row);
     });

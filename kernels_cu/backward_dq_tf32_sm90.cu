@@ -1,4 +1,4 @@
-// dq in float32 for Hopper: wgmma on TF32 parts of the operands; the order of every sum is fixed.
+// dq in float32 for Hopper: wgmma on TF32 parts of the operands. Every sum has a fixed order.
 //
 //   for each tile of block_m rows of q:                       one thread block
 //     dq = 0
@@ -9,9 +9,10 @@
 //       dq += ds k
 //     dq *= scale
 //
-// Warpgroup 0 produces: it splits k and v once per block and writes k twice, as it is for s and
-// transposed for dq, since wgmma sums float32 along rows of both operands only. The others consume.
-// q and dout of the tile stay in float32 and are split by the lanes that multiply with them. (D40)
+// Warpgroup 0 is the producer: it splits k and v once for each block. It writes k as rows for s and
+// again transposed for dq, because wgmma sums float32 only along the rows of both operands. The
+// other warpgroups are consumers. q and dout of the tile stay in float32: the lanes that multiply
+// with them split them. (D40)
 #include "portable/dq_rows.cuh"
 #include "sm90_tf32/roles.cuh"
 
@@ -33,10 +34,10 @@ struct alignas(1024) SharedMemory {
 };
 static_assert(Config::block_m == 64 * consumers, "a consumer has 64 rows");
 
-// Of a thread; their sum over all warpgroups is what the thread block was given at its start.
+// Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
 constexpr int producer_registers = 136, consumer_registers = 184;
 
-// By all threads: the rows of the tile are there after the next barrier.
+// Called by all threads. The rows of the tile are visible to all after the next barrier.
 CUFLASH_DEVICE void load_rows(const BackwardParams& params, SharedMemory& smem) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, 0);
@@ -77,7 +78,7 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, SharedMemory& smem) {
   }
 }
 
-// Sums over the keys that the tile's rows see, of the 64 rows of a warpgroup.
+// Adds to dq of a warpgroup's 64 rows, over the keys that the tile's rows see.
 template <int dq_tiles>
 CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int warp,
                                float (&dq_acc)[1][dq_tiles][4]) {
@@ -124,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     smem.summed_k_ring.init();
   }
   load_rows(params, smem);
-  __syncthreads();  // q, dout and the barriers are there
+  __syncthreads();  // q and dout have arrived, and all mbarriers are initialised
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   if (warp < 4) {
     ptx::setmaxnreg_dec<producer_registers>();

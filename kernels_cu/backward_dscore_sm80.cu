@@ -1,21 +1,22 @@
 // Sums of the scores' gradient, for bias, ALiBi slopes and scale, for tensor cores of sm_80 and
-// later (mma.sync); no atomics, the order of every sum is fixed.
+// later (mma.sync), without atomics. Every sum has a fixed order.
 //
-//   for each tile that is a result's:                         one thread block
+//   for each tile of a result:                                one thread block
 //     acc = 0                                                 block_m x block_n, in registers
 //     for each batch entry that shares the result, and each block of pairs of the tile:
 //       s = q k^T;  p = exp(score(s) - lse);  dp = dropout(dout v^T)
-//       acc += p (dp - delta) * what the score has of it      1, - distance, or s score'(s)
-//     sums = acc, or its columns' or its rows' sums
+//       acc += p (dp - delta) * d score / d option            1, - distance, or s score'(s)
+//     sums = acc, or the sums of its columns or of its rows
 //
-// A tile of a bias (m, n) is one block of pairs, one of a key bias (1, n) all blocks of some keys,
-// one of a query bias (m, 1) all blocks of some queries; so is one of slopes and scale, whose sums
-// over queries are left to be added up. Queries far from 0 join sums at the end, pair by pair.
+// A tile of a bias (m, n) is one block of pairs. A tile of a key bias (1, n) is all blocks of some
+// keys. A tile of a query bias (m, 1), of slopes or of scale is all blocks of some queries, and the
+// sums of slopes and scale over queries are left to a later reduction. Queries far from 0 are added
+// at the end, pair by pair.
 #include "portable/dscore_blocks.cuh"
 
 namespace cuflash {
 
-// Adds the blocks of the owner's `index`-th batch entry.
+// Adds the blocks of the owner's `index`-th batch entry to the tile.
 CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
                                int sequence, Real (&acc)[slices][tiles][4], bool& any_far) {
   const Work work = Work::of_this_block(params);
@@ -41,7 +42,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
   }
 }
 
-// Adds the pairs of queries far from 0 to stored sums. A sum belongs to one warp.
+// Adds the pairs of queries far from 0 to the stored sums. Each sum is updated by one warp.
 __device__ __noinline__ void add_far_rows(const BackwardParams& params, int index, int sequence,
                                           Real* sums) {
   constexpr bool of_keys = Config::sums_to == SumsTo::keys;
@@ -88,7 +89,7 @@ __device__ __noinline__ void add_far_rows(const BackwardParams& params, int inde
   }
 }
 
-// Sums as they are, or rounded once to 16 bits, of which two neighbours are stored at once.
+// Stores one sum for each pair: as Real, or rounded once to 16 bits, two neighbours in one store.
 CUFLASH_DEVICE void store_pairs(const BackwardParams& params, int64_t first, const Work& work,
                                 const Real (&acc)[slices][tiles][4]) {
   constexpr Dtype dtype = Config::sums_dtype;
@@ -154,7 +155,7 @@ CUFLASH_DEVICE void store_keys(const BackwardParams& params, SharedMemory& smem,
     }
     if (lane_index() < 4) smem.column_sums[warp_index()][fragment_column(t, i)] = sum;
   });
-  __syncthreads();  // the sums of every warp are there
+  __syncthreads();  // every warp has written its sums
   for (int column = threadIdx.x; column < Config::block_n; column += Config::num_threads) {
     Real sum = 0;
 #pragma unroll
@@ -191,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
     }
   }
   const BatchIndex entry = work.entry(params, 0, work.sequences.begin);
-  const auto first = entry * params.sums_layout.batch;  // in sums
+  const auto first = entry * params.sums_layout.batch;  // offset in sums
   Real* sums = params.sums + first;
   if constexpr (Config::sums_to == SumsTo::pairs) store_pairs(params, first, work, acc);
   if constexpr (Config::sums_to == SumsTo::keys) store_keys(params, smem, sums, work, acc);

@@ -1,8 +1,7 @@
-// dq, dk and dv on Hopper in one pass, for head sizes of which one SM holds no more
-// than 64 keys: two thread blocks, a cluster, compute with 64 keys each and share what they
-// load. (D23)
+// dq, dk and dv on Hopper in one pass, for head sizes of which one SM holds no more than 64 keys.
+// The two thread blocks of a cluster compute with 64 keys each, and share what they load. (D23)
 //
-//   a tile of 2 x 64 keys is drawn:                           two thread blocks
+//   for one tile of 2 x 64 keys, drawn from a counter:        a cluster of two thread blocks
 //     dk = 0, dv = 0                                          each for its 64 keys
 //     for each batch entry that shares these keys:            heads of a group, broadcast axes
 //       for each block of 64 queries that see some key:       last rows first
@@ -10,29 +9,29 @@
 //         p^T = exp(score(s^T) - lse)
 //         dp^T = v dout^T;  dv += p^T dout
 //         ds^T = p^T (dp^T - delta) score'(s^T)               to the shared memory of both
-//         dk += ds^T q                                        the third
-//         sums of the block += ds k                           the fourth: of all 128 keys, half of
+//         dk += ds^T q                                        the third warpgroup
+//         sums of the block += ds k                           the fourth: all 128 keys, half of
 //                                                             the columns
 //     dk *= scale
 //
-// Each loads half of the columns of q and dout for both. What a tile adds to the sums
-// (sm90/dq_accum.cuh), and in which order tiles do, is as in backward_sm90.cu; each half of the
-// columns has turns of its own (sm90/pair_writer.cuh). Without an order the tile of the first keys
-// still stores, and the others add as they come once it has: sums need no zeros before.
+// Each thread block loads half of the columns of q and dout for both. Tiles add to the sums
+// (sm90/dq_accum.cuh) in the same order as in backward_sm90.cu, and each half of the columns has
+// its own turns (sm90/pair_writer.cuh). Without a fixed order the tile of the first keys still
+// stores, and the others add in any order after it: sums need not be zeroed before.
 //
-//   barrier      arrivals a phase   what the end of a phase says
-//   keys_full    32 + bytes         k and v are there, and those columns of the other's k
-//   full         32 + bytes         q and dout of a block are there, and lse and delta of its rows
-//   raw          1 + bytes          k and v are there, of which rows are to be cleared
-//   rows_raw     1 + bytes          the same of q and dout
-//   empty        4 + 1 + 2          scores and dk of both are done with the block: load the next
-//   ds_full      4 (warps)          ds of the own keys is there
-//   other_full   1 + bytes          that of the other's
-//   ds_empty     3                  all have multiplied with ds of the own keys: stage the next
-//   dq.full      4 (warps)          what a block adds to dq is staged: a writer may add it
-//   dq.empty     1                  it was read: stage the next
-//   dq.come      1                  where nothing is staged: it is this tile's turn to add
-//   dq.taken     4 (warps)          it has added: pass the turn on
+//   barrier      arrivals a phase   what the end of a phase means
+//   keys_full    32 + bytes         k, v and our half of the other thread block's k have arrived
+//   full         32 + bytes         q, dout, lse and delta of a block have arrived
+//   raw          1 + bytes          k and v have arrived, and some of their rows must be cleared
+//   rows_raw     1 + bytes          q and dout have arrived, and some rows must be cleared
+//   empty        4 + 1 + 2          both thread blocks have used q and dout: load the next block
+//   ds_full      4 (warps)          ds of our keys is staged
+//   other_full   1 + bytes          ds of the other thread block's keys has arrived
+//   ds_empty     3                  all products with ds of our keys are done: stage the next
+//   dq.full      4 (warps)          the sums of a block are staged: a writer may add them
+//   dq.empty     1                  the writer has read them: stage the next
+//   dq.come      1                  registers add (nothing is staged): it is this tile's turn
+//   dq.taken     4 (warps)          the tile has added: pass the turn on
 #include "ptx/stmatrix.cuh"
 #include "sm90/pair_producer.cuh"
 #include "sm90/pair_writer.cuh"
@@ -40,7 +39,7 @@
 namespace cuflash {
 
 // ------------------------------------------------------------------------------- the warpgroups
-// A warp's 16 rows of dk or dv; returns those that are non-finite, as bits.
+// Stores a warp's 16 rows of dk or dv. Returns a bit mask of the non-finite rows.
 template <int tiles>
 CUFLASH_DEVICE uint32_t store_keys(const BackwardParams& params, const Work& work, void* array,
                                    const Layout& layout, int columns, float factor,
@@ -54,14 +53,14 @@ CUFLASH_DEVICE uint32_t store_keys(const BackwardParams& params, const Work& wor
   return non_finite_rows(acc) & ((1u << num_keys) - 1);
 }
 
-// For backward_combine.cu.
+// The partial sums of this warp's keys, which backward_combine.cu adds up.
 CUFLASH_DEVICE DkvSlice* part_of_keys(const BackwardParams& params, const Work& work) {
   return own_slice(params, work.keys, work.keys.first_key + 16 * (warp_index() % 4));
 }
 
 constexpr int dk_stored = 1;  // a named barrier
 
-// Scores, ds and dv.
+// The warpgroup that computes scores, ds and dv.
 struct ScoreOwner : DkvWarpgroup<64> {
   CUFLASH_DEVICE void run(const Work& work) {
     clear(dv_acc);
@@ -81,11 +80,11 @@ struct ScoreOwner : DkvWarpgroup<64> {
  private:
   CUFLASH_DEVICE SharedMemory& shared() const { return static_cast<SharedMemory&>(smem); }
 
-  // Do registers hold dp beside scores, lse and the operand p? Then it is multiplied under
-  // exponentials.
+  // Are there registers for dp beside scores, lse and the operand p? Then dp is multiplied while
+  // exponentials are computed.
   static constexpr bool dp_beside_p = Config::head_dim_v < 256;
 
-  // The last product of a block is waited for when the scores of the next are there.
+  // The last product of a block is waited for only after the scores of the next block are done.
   CUFLASH_DEVICE void add_block(const Score& score, int first_row, int first_key, bool masked) {
     float s_acc[1][tiles][4], dp_acc[1][tiles][4];
     start_scores(s_acc, ring);
@@ -116,7 +115,7 @@ struct ScoreOwner : DkvWarpgroup<64> {
     arrive_at_other_if(empty, leads_warpgroup() && ring.uses > 0);
   }
 
-  // Each warp its 16 keys, for both thread blocks.
+  // Each warp writes ds of its 16 keys to the shared memory of both thread blocks.
   CUFLASH_DEVICE void stage_ds(const float (&ds)[1][tiles][4]) const {
     const uint32_t thread = ptx::thread_index() % 128, lane = thread % 32;
     const uint32_t rows = ptx::shared_address(shared().ds.data[0][thread / 32 * 16]);
@@ -158,7 +157,7 @@ struct ScoreOwner : DkvWarpgroup<64> {
   }
 };
 
-// dk.
+// The warpgroup that computes dk.
 struct KeyGradient {
   static constexpr int tiles = Config::head_dim / 8;
 
@@ -210,10 +209,10 @@ struct KeyGradient {
   }
 };
 
-// What the tile adds to dq.
+// The warpgroup that multiplies dq and passes it on.
 struct QueryGradient {
-  // Nanoseconds. An SM adds twice as fast as the L2 cache takes additions of all, and
-  // whatever else needs it waits behind them. Who adds in order keeps others waiting, too:
+  // In nanoseconds. One SM adds twice as fast as the L2 cache takes additions from all SMs, and
+  // loads wait behind them. In order, a pause also delays the tiles that wait for their turn:
   // docs/backward-sm90.md. (D24)
   static constexpr int pause_between_additions = Config::deterministic ? 30 : 60;
 
@@ -254,7 +253,8 @@ struct QueryGradient {
     arrive_at_other_if(smem.ds_empty, leads_warpgroup());
   }
 
-  // Keys whose own panels begin at `first`; the middle one lies at the same place in both.
+  // Starts the product with 64 keys, of which our whole panels begin at panel `first`. The middle
+  // panel is at the same index in both tiles of keys.
   template <typename KeysTile>
   CUFLASH_DEVICE void start_product_with(const SharedMemory::DsTile& ds, const KeysTile& keys,
                                          int first, bool accumulates) {
@@ -271,7 +271,7 @@ struct QueryGradient {
     return reinterpret_cast<const float (&)[8][4]>(whole_acc[0][8 * i]);
   }
 
-  // The own columns, for a writer.
+  // Stages our columns of dq for a writer.
   CUFLASH_DEVICE void pass_on(StagedDq& dq, const Addition&) const {
     const Ring<writers> writer{ring.uses}, before{ring.uses - 1};
     wait(dq.empty[before.stage()], before.full_parity());
@@ -285,7 +285,7 @@ struct QueryGradient {
     arrive_as_warp(dq.full[writer.stage()]);
   }
 
-  // The own columns, to the sums of a block.
+  // Adds our columns of dq to the sums from registers.
   CUFLASH_DEVICE void pass_on(TurnToAdd& dq, const Addition& own) const {
     wait(dq.come, ring.full_parity());
     const int slice = warp_index() % 4;
@@ -313,16 +313,16 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
   SharedMemory& smem = shared_memory<SharedMemory>();
   if (threadIdx.x == 0) {
     init_barriers(smem);
-    // Drawn, so that a tile runs only when all before it do.
+    // Tiles are drawn, so that a tile starts only after all tiles before it have started.
     if (ptx::cluster_rank() == 0) smem.tile = atomicAdd(params.turns, 1);
   }
-  ptx::cluster_sync();  // barriers and tile are there
+  ptx::cluster_sync();  // all mbarriers are initialised, and the tile is drawn
   const int tile = __shfl_sync(
       0xffffffff,
       ptx::load_shared_of_cluster(ptx::shared_address_of(0, ptx::shared_address(&smem.tile))), 0);
   const Work work = Work::at(params, tile);
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
-  // Registers of a thread; their sum over all warpgroups is what the block was given at its start.
+  // Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
   constexpr int first_registers = stages_dq ? 32 : 24, query_registers = 128 - first_registers;
   if (warp < 4) {
     ptx::setmaxnreg_dec<first_registers>();
@@ -338,5 +338,5 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
     ptx::setmaxnreg_dec<query_registers>();
     QueryGradient{params, smem}.run(work);
   }
-  ptx::cluster_sync();  // neither reaches into shared memory of a thread block that has ended
+  ptx::cluster_sync();  // neither thread block ends while the other accesses its shared memory
 }

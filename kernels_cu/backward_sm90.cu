@@ -1,6 +1,6 @@
 // dq, dk and dv on Hopper in one pass over the scores: five products for each pair of blocks.
 //
-//   for each tile of block_n keys that is drawn:              one thread block
+//   for each tile of block_n keys, drawn from a counter:      one thread block
 //     dk = 0, dv = 0                                          64 keys per warpgroup
 //     for each batch entry that shares these keys:            heads of a group, broadcast axes
 //       for each block of block_m queries that see some key:  last rows first
@@ -12,31 +12,31 @@
 //         sums of the block += ds k                           the last warpgroup and the writers
 //     dk *= scale
 //
-// What a tile adds to the sums (sm90/dq_accum.cuh) is one float32 addition of each element. The
-// tile of the first keys that the block sees stores, the others add: where sums are ordered one
-// after the other, a turn counts those that did, else when the first has. A tile waits only for
-// tiles of its owner that hold keys before its own, and was drawn after them: the first tile at
-// work never waits, whatever else runs on the device. All tiles walk from the last rows to the
-// first: they follow each other without waiting once each has started a block behind the one
-// before.
+// A tile adds to each element of the sums (sm90/dq_accum.cuh) once, in float32. Of the tiles that a
+// block of queries sees, the one with the first keys stores and the others add. In a fixed order
+// the turn of the block counts the tiles that have added, and each tile waits for its turn. Without
+// an order the tiles wait only for the first one. A tile waits only for tiles of its owner with
+// earlier keys, which were drawn before it: the first unfinished tile never waits, whatever else
+// runs on the device. All tiles walk from the last rows to the first, so that they follow each
+// other without waiting once each has started one block behind the previous one.
 //
-// Warpgroup 0 draws tiles and loads (warp 0) and writes sums (warps 1 and 2, which take blocks in
-// turns: one waits until all can see what it added while the other adds). Then come the consumers,
-// who own keys. The last warpgroup multiplies dq. The next tile is loaded while dk and dv are
-// stored. (D22)
+// In warpgroup 0, warp 0 draws tiles and loads, and warps 1 and 2 write sums. The two writers
+// alternate between blocks: while one waits until its sums are visible to all, the other adds. Then
+// come the consumers, which own keys. The last warpgroup multiplies dq. The next tile is loaded
+// while dk and dv are stored. (D22)
 //
-//   barrier      arrivals a phase   what the end of a phase says
+//   barrier      arrivals a phase   what the end of a phase means
 //   ds_full      4 consumers        ds of a block is complete
-//   ds_empty     1 (4 warps)        dq was multiplied with it (and it was stored): stage the next
-//   dq_full      4 (warps)          a part of dq is staged: add them
-//   dq_empty     1                  they were read: stage the next
-//   keys_empty   4 consumers + 4    k and v of the tile were read: load the next
+//   ds_empty     1 (4 warps)        dq was multiplied (and dbias stored): stage the next ds
+//   dq_full      4 (warps)          a part of dq is staged: add it to the sums
+//   dq_empty     1                  all parts of the block were read: stage the next block
+//   keys_empty   4 consumers + 4    k and v of the tile were read: load the next tile
 //   tile_full    1                  the next tile is drawn
-//   tile_empty   tile_readers       it was read: draw the one after the next
-//   others                          sm90/dkv_producer.cuh
+//   tile_empty   tile_readers       all warps have read the tile: draw the one after the next
+//   others                          see sm90/dkv_producer.cuh
 //
-// Named barriers pass the right to start products between the consumers: exponentials and ds of one
-// are computed under the products of the other.
+// Ping-pong: named barriers pass the right to start products between the two consumers, so that one
+// computes exponentials and ds while the products of the other run.
 #include "ptx/stmatrix.cuh"
 #include "sm90/bias_gradient.cuh"
 #include "sm90/dq_accum.cuh"
@@ -49,33 +49,33 @@ namespace cuflash {
 
 constexpr int tile_readers = 4 * consumers + 4 + looks_up;  // warps
 
-// What a tile adds to a block of queries.
+// One addition of a tile to the sums of one block of queries.
 struct Addition {
   DqAccum sums;
   DqSemaphore turns;
   int block;
-  int turn;  // negative: nothing any more
+  int turn;  // negative: the writer may end
 };
 
 struct SharedMemory : DkvSharedMemory {
   using DsTile = PanelTile<Config::block_n, Config::block_m>;
 
   DsTile ds[2];                                               // ds^T: rows are keys
-  alignas(128) float dq[Config::block_m * Config::head_dim];  // part by part
+  alignas(128) float dq[Config::block_m * Config::head_dim];  // staged part by part
   If<looks_up, KeyLookUps, NoLookUps> look_ups;
   uint64_t ds_full[2], ds_empty[2];
   uint64_t dq_full[writers][DqAccum::parts], dq_empty[writers];
   Addition addition[writers];
   uint64_t keys_empty;
   uint64_t tile_full[2], tile_empty[2];
-  int tile[2];         // negative: none is left
-  int first_block[2];  // of queries, of a part of one entry's
+  int tile[2];         // negative: no tile is left
+  int first_block[2];  // first block of queries of the tile's part
 };
 
 static_assert(consumers == 2, "two warpgroups that take turns");
 static_assert(!loads_mask || Score::hides_after_exponentials, "it hides probabilities");
 
-// By one thread, before any other touches a barrier.
+// Called by one thread, before any other thread uses an mbarrier.
 CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   init_rings(smem);
   for (int i = 0; i < 2; ++i) {
@@ -114,7 +114,7 @@ struct Producer {
   }
 
  private:
-  // Drawn, so that a tile runs only when all before it do.
+  // Tiles are drawn, so that a tile starts only after all tiles before it have started.
   CUFLASH_DEVICE int draw(const Ring<2>& ring) const {
     wait(smem.tile_empty[ring.stage()], ring.empty_parity());
     int tile = lane_index() == 0 ? atomicAdd(params.turns, 1) : 0;
@@ -132,7 +132,7 @@ struct Producer {
 };
 
 // ----------------------------------------------------------------------------- the writing warps
-// Of all blocks, writer w has number w and every second one from there.
+// Of all blocks of queries in turn, writer w adds block w and every second block after it.
 struct Writer {
   SharedMemory& smem;
   const uint32_t writer;
@@ -146,7 +146,7 @@ struct Writer {
       if (addition.turn < 0) break;
       write(addition, ring.full_parity());
     }
-    ptx::tma_store_wait();  // shared memory may end
+    ptx::tma_store_wait();  // the thread block must not end before its stores are complete
   }
 
  private:
@@ -177,9 +177,9 @@ struct Multiplier {
       if (tile < 0) break;
       wait(smem.keys_full, tiles.keys_parity());
       multiply_tile(KeyTile::at(params, tile));
-      arrive_as_warp(smem.keys_empty);  // of a tile without queries no product joins the warps
+      arrive_as_warp(smem.keys_empty);  // every warp: a tile may have no product that joins them
     }
-    wait_for_staging();  // once: a writer that is told to end says nothing any more
+    wait_for_staging();  // once only: a writer that is told to end arrives no more
 #pragma unroll 1
     for (int i = 0; i < writers; ++i, ring.advance()) {
       if (leads_warpgroup()) smem.addition[ring.stage()].turn = -1;
@@ -213,7 +213,7 @@ struct Multiplier {
     }
   }
 
-  // Found anew for each block: no registers hold where it lies.
+  // Computed anew for each block, so that its address occupies no registers.
   CUFLASH_DEVICE BiasGradient gradient(const KeyTile& work, int index) const {
     return {params, work.entry(params, index)};
   }
@@ -249,7 +249,7 @@ struct Multiplier {
     arrive_as_warp(smem.dq_full[stage][part]);
   }
 
-  // Until the block before was read.
+  // Waits until the writer has read the previous block.
   CUFLASH_DEVICE void wait_for_staging() const {
     const Ring<writers> before{ring.uses - 1};
     wait(smem.dq_empty[before.stage()], before.full_parity());
@@ -258,13 +258,13 @@ struct Multiplier {
 
 // --------------------------------------------------------------------------------- the consumers
 struct Consumer : DkvWarpgroup<64> {
-  // Do registers hold dp beside p and the operand p of dv?
+  // Are there registers for dp beside p and the operand p of dv?
   static constexpr bool dp_beside_p = Config::head_dim + Config::head_dim_v <= 192;
-  // Do they hold a tile's owner from one entry to the next? Not beside lengths, unless dropout or
-  // packed sequences lay them out otherwise.
+  // Are there registers to hold a tile's owner from one entry to the next? Not with lengths, unless
+  // dropout or packed sequences change the register allocation.
   static constexpr bool holds_owner = Config::head_dim <= 96 || !(Score::has_lengths || looks_up) ||
                                       Config::dropout || Config::cu_seqlens != Dtype::none;
-  static constexpr int first_turn = 1;  // the first of as many named barriers as warpgroups
+  static constexpr int first_turn = 1;  // first named barrier: one for each consumer
   Ring<KeyLookUps::stages> look_up_ring;
 
   CUFLASH_DEVICE void run() {
@@ -289,7 +289,7 @@ struct Consumer : DkvWarpgroup<64> {
  private:
   CUFLASH_DEVICE SharedMemory& shared() const { return static_cast<SharedMemory&>(smem); }
 
-  // For backward_combine.cu.
+  // Stores partial sums, which backward_combine.cu adds up.
   CUFLASH_DEVICE void store_part(const KeyTile& work) const {
     DkvSlice* slice = own_slice(params, work, work.first_key + 16 * (warp_index() - 4));
     if (slice == nullptr) return;
@@ -298,7 +298,7 @@ struct Consumer : DkvWarpgroup<64> {
   }
 
   CUFLASH_DEVICE void add_tile(const KeyTile& of_all, const Tiles& tiles) {
-    if (warpgroup == 1) pingpong_wait();  // the other begins (D82)
+    if (warpgroup == 1) pingpong_wait();  // warpgroup 0 begins (D82)
 #pragma unroll 1
     for (int index = 0; index < KeyTile::entries(params); ++index) {
       const KeyTile work = holds_owner ? of_all : KeyTile::at(params, tiles.index());
@@ -322,7 +322,7 @@ struct Consumer : DkvWarpgroup<64> {
     ptx::pin(flat(dv_acc));
   }
 
-  // What comes through shared memory, or a bias that is read where it lies.
+  // A reader of mask or bias values in shared memory, or of a bias in global memory.
   CUFLASH_DEVICE KeyLookUpReader look_up_at(KeyLookUps& look_ups, const Score&, int, int, int) {
     return {look_ups, look_up_ring};
   }
@@ -331,7 +331,8 @@ struct Consumer : DkvWarpgroup<64> {
     return {score, {first_row + first, first_key}};
   }
 
-  // dk of the part before and the scores of this one are a turn, dv and dp the next.
+  // Products start in two turns for each part: dk of the previous part with the scores of this one,
+  // then dv with dp.
   CUFLASH_DEVICE void add_block(const Score& score, int first_row, int first_key, bool masked) {
     const Ring<2> ds_ring{ring.uses};
 #pragma unroll
@@ -342,7 +343,7 @@ struct Consumer : DkvWarpgroup<64> {
       start_scores(s_acc, ring, first);
       pingpong_signal();
       ptx::wgmma_wait<0>();
-      ptx::pin(flat(s_acc));  // and dk of the part before has read frag
+      ptx::pin(flat(s_acc));  // dk of the previous part has also read frag
       const KeptBits<1, tiles> kept = kept_pairs(score, first_row + first, first_key);
       if (part == 0) release_block_before();
       auto look_up = look_up_at(shared().look_ups, score, first_row, first_key, first);
@@ -357,14 +358,14 @@ struct Consumer : DkvWarpgroup<64> {
         if constexpr (loads_mask) hide_masked(s_acc, look_up);
         to_kept_operand(s_acc, kept);
       } else if (Score::hides_pairs || loads_bias || warp_agrees(masked)) {
-        // Beside buffers of a bias two copies of what a block takes leave too few registers.
+        // With a bias in shared memory, two copies of this code would take too many registers.
         compute_p_and_weights<true>(s_acc, kept, score, look_up, first_row, first_key, first);
       } else {
         compute_p_and_weights<false>(s_acc, kept, score, look_up, first_row, first_key, first);
       }
       pingpong_wait();
       start_dv(first);
-      if (!dp_beside_p) {  // frag makes room
+      if (!dp_beside_p) {  // wait for dv, so that dp may take the registers of frag
         ptx::wgmma_wait<0>();
         ptx::pin(reinterpret_cast<uint32_t (&)[2 * tiles]>(frag));
       }
@@ -386,7 +387,7 @@ struct Consumer : DkvWarpgroup<64> {
     ring.advance();
   }
 
-  // Probabilities of pairs that the mask in shared memory hides become 0.
+  // Sets the probabilities of pairs to 0 that the mask in shared memory hides.
   template <typename Shows>
   CUFLASH_DEVICE static void hide_masked(float (&p)[1][tiles][4], Shows& shows) {
     unrolled<tiles, 4>([&](int t, int i) {
@@ -401,7 +402,7 @@ struct Consumer : DkvWarpgroup<64> {
     ptx::named_barrier_arrive(first_turn + 1 - warpgroup, 256);
   }
 
-  // This warpgroup's rows of 64 columns of ds^T for all.
+  // Stages this warpgroup's rows of ds^T (64 columns of the part) for the warpgroup of dq.
   CUFLASH_DEVICE void stage_ds(int part) const {
     const uint32_t thread = ptx::thread_index() - 128, lane = thread % 32;
     const uint32_t row = thread / 32 * 16 + lane % 16;
@@ -422,8 +423,8 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   using namespace cuflash;
   SharedMemory& smem = shared_memory<SharedMemory>();
   if (threadIdx.x == 0) init_barriers(smem);
-  __syncthreads();  // the barriers are there
-  // Registers of a thread; their sum over all warpgroups is what the block was given at its start.
+  __syncthreads();  // all mbarriers are initialised
+  // Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
   constexpr int producer_registers = 32, consumer_registers = 208, multiplier_registers = 64;
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   if (warp < 4) {

@@ -1,28 +1,28 @@
-// How long the sequences of a cache become with new keys, and which pages they take.
+// New lengths of the sequences of a cache that receives new keys, and the pages that they take.
 //
-//   mark the pages that sequences have keys in, and those that several share
-//   for each sequence, in order: count the pages that it needs, for new keys and in place of a
-//     page that is not full and that is shared, or does not exist
-//   deal out the free pages in this order, lowest number first; keys that find none are dropped
+//   mark the pages that hold keys of some sequence, and the pages that several sequences share
+//   for each sequence, in order: count the pages that it needs for new keys, and to replace a last
+//     page that is not full and that is shared or does not exist
+//   assign the free pages in this order, lowest number first; keys without a page are dropped
 //
-// One thread block; the host reads nothing, so that a captured graph can grow a cache. (D155)
+// One thread block. The host reads nothing back, so that a captured graph can grow a cache. (D155)
 #include "schedule/scheduler.cuh"
 
 namespace cuflash {
 
 struct SharedMemory {
-  uint32_t named[Config::page_words];   // a bit for each page
-  uint32_t shared[Config::page_words];  // named more than once
+  uint32_t named[Config::page_words];   // one bit for each page: is it in the table?
+  uint32_t shared[Config::page_words];  // is it in the table more than once?
   int32_t sums[32];
 };
 static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
               "CacheGrowConfig.smem_bytes counts this struct");
 
-constexpr int reads_at_once = 8;  // of numbers of pages, by one thread
+constexpr int reads_at_once = 8;  // page numbers that one thread loads at once
 
 CUFLASH_DEVICE bool bit_of(const uint32_t* bits, int i) { return bits[i / 32] >> i % 32 & 1; }
 
-// The sum of what threads before this one have; `total` grows by that of all.
+// Exclusive prefix sum of `value` over the threads, plus `total`. `total` grows by the whole sum.
 CUFLASH_DEVICE int sum_before(int value, int32_t (&sums)[32], int& total) {
   const int lane = ptx::thread_index() % 32, warp = ptx::thread_index() / 32;
   int sum = value;
@@ -32,18 +32,18 @@ CUFLASH_DEVICE int sum_before(int value, int32_t (&sums)[32], int& total) {
     if (lane >= distance) sum += below;
   }
   if (lane == 31) sums[warp] = sum;
-  __syncthreads();  // the sums of all warps are there
+  __syncthreads();  // every warp has written its sum
   int before = total + sum - value;
   for (int w = 0; w < Config::num_warps; ++w) {
     if (w < warp) before += sums[w];
     total += sums[w];
   }
-  __syncthreads();  // every thread has read them
+  __syncthreads();  // every thread has read the sums
   return before;
 }
 
-// Marks the pages that sequences name before their lengths, by as many threads for each as there
-// are.
+// Marks the pages that the table gives to sequences within their lengths. Threads are divided
+// evenly among the sequences.
 CUFLASH_DEVICE void mark_pages(const CacheGrowParams& params, SharedMemory& smem) {
   const int of_each = max(Config::num_threads / params.num_sequences, 1);
   const int at_once = Config::num_threads / of_each;
@@ -69,13 +69,13 @@ CUFLASH_DEVICE void mark_pages(const CacheGrowParams& params, SharedMemory& smem
   }
 }
 
-// What a sequence wants, and needs for it.
+// The length that a sequence wants, and the pages that it needs for that.
 struct Growth {
   int start, end, first_column;
-  int last_page;  // that is not full and gets a key; -1: there is none
-  int64_t wanted;
-  bool replaces;  // that page, which others name, or whose number is of no page
-  int needed;     // pages
+  int last_page;   // a page that is not full and receives a key; -1: none
+  int64_t wanted;  // length with all new keys
+  bool replaces;   // is the last page replaced, because it is shared or does not exist?
+  int needed;      // number of pages
 
   CUFLASH_DEVICE Growth(const CacheGrowParams& params, const SharedMemory& smem, int s) {
     const int size = params.page_size;
@@ -102,9 +102,9 @@ CUFLASH_DEVICE void grow(const CacheGrowParams& params, SharedMemory& smem) {
   const int thread = ptx::thread_index();
   const int words = (params.num_pages + 31) / 32;
   for (int i = thread; i < words; i += Config::num_threads) smem.named[i] = smem.shared[i] = 0;
-  __syncthreads();  // no page is marked
+  __syncthreads();  // all marks are cleared
   mark_pages(params, smem);
-  __syncthreads();  // all are that are named
+  __syncthreads();  // all pages in the table are marked
 
   int needed = 0;
   for (int first = 0; first < params.num_sequences; first += Config::num_threads) {

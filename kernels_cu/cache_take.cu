@@ -1,4 +1,5 @@
-// Sequences of a cache become what others were: rows of the table, one element a thread.
+// Each sequence of a cache takes over the page table row and the length of its parent. A thread
+// copies one element of the table.
 #include "schedule/scheduler.cuh"
 
 namespace cuflash {

@@ -1,14 +1,15 @@
-// New keys and values of a cache, into the pages that cache_grow.cu gave to sequences.
+// Writes new keys and values of a cache to the pages that cache_grow.cu gave to the sequences.
 //
 //   for each head of each sequence, and each `tokens_of_block` new keys:         one thread block
-//     the first block: rows of a page that was shared, into the one in its place   one warp a row
-//     k, turned by its position where that is asked for, and v                     one warp a row
+//     first block: copy the rows of a shared page to the page that replaces it    one warp a row
+//     write k, rotated by its position if the cache has a rotation, and v         one warp a row
 #include "cache/rotate.cuh"
 
 namespace cuflash {
 
 constexpr int tokens_of_block = 16;
-// They leave 64 registers to a thread; without a number ptxas aims for 32 to 48 and spills.
+// Eight thread blocks leave 64 registers to a thread. Without this bound ptxas aims for 32 to 48
+// registers and spills.
 constexpr int blocks_per_sm = 8;
 
 // The rows of one head of one array of pages.

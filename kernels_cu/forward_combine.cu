@@ -1,4 +1,4 @@
-// Results of parts of the keys become one:
+// Combines the partial results of split keys (split-KV):
 //
 //   lse = log sum exp lse_i,  out = sum exp(lse_i - lse) out_i
 //
@@ -7,8 +7,8 @@
 //     o_w = sum exp(lse_i - m) / l out_i                       warp w: parts w, w + warps, ...
 //     out = sum o_w,  lse = m + log l                          through shared memory
 //
-// A part with lse = -inf has seen nothing, and its out is not read. The order of all sums is fixed.
-// On sm_90 and later the kernel is launched while the parts are computed, and waits for them.
+// The out of a part with lse = -inf, which saw no key, is not read. Every sum has a fixed order. On
+// sm_90 and later the kernel is launched while the parts are computed, and waits for them.
 #include "portable/part_sums.cuh"
 #include "ptx/dependents.cuh"
 #include "tile/store.cuh"
@@ -49,7 +49,7 @@ CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
   for (int c = 0; c < lane_columns; ++c) {
     if (lane + 32 * c < Config::head_dim_v) smem.sums[warp][lane + 32 * c] = acc[c];
   }
-  __syncthreads();  // every warp's sums are there
+  __syncthreads();  // every warp has written its sums
   const RowTarget to(params.out, params.out_layout, entry, 0, width, Config::head_dim_v);
   for (int column = ptx::thread_index(); column < width; column += Config::num_threads) {
     Real sum = 0;

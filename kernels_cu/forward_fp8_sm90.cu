@@ -1,14 +1,14 @@
-// Attention forward of e4m3 for Hopper: forward_sm90.cu, whose roles and schedule it shares, with
-// products of 8 bits.
+// Attention forward of e4m3 operands on Hopper: the roles and the schedule of forward_sm90.cu, with
+// 8-bit products.
 //
-//   - Products sum what is contiguous in shared memory, which of v are keys: warps 1 to 3 of the
-//     producer warpgroup make rows of its columns (sm90/transposer.cuh).
-//   - Weights are rounded to e4m3, 2^8 times what they are against their row's reference.
-//   - Tensor cores keep about 14 bits of a sum of e4m3 products: p v of a block is summed by
-//     itself, and added to o in float32. (D195)
-//   - The scales of q and k are part of the score, that of v of the end of a row.
+//   - 8-bit products sum only along contiguous elements of both operands. p v sums over keys, so
+//     warps 1 to 3 of the producer warpgroup transpose v (sm90/transposer.cuh).
+//   - Weights relative to the reference of their row are multiplied by 2^8 and rounded to e4m3.
+//   - Tensor cores keep about 14 bits of a sum of e4m3 products. p v of each block is therefore
+//     summed separately, and added to o in float32. (D195)
+//   - The scales of q and k are part of the score. The scale of v is applied at the end of a row.
 //
-// out has 16 bits: it does not fit into q, and goes to global memory from registers.
+// out has 16 bits and does not fit into the buffer of q: registers store it to global memory.
 #include "sm90/producer.cuh"
 #include "sm90/consumer.cuh"
 #include "sm90/transposer.cuh"
@@ -16,7 +16,7 @@
 
 namespace cuflash {
 
-constexpr int producer_registers = consumers == 3 ? 32 : 40;  // of a thread
+constexpr int producer_registers = consumers == 3 ? 32 : 40;  // of each thread
 constexpr int consumer_registers = consumers == 3 ? 160 : 232;
 static_assert(is_fp8 && !stages_out, "a tile of q is half as large as one of out");
 static_assert(Score::folds_scale && !Config::dropout, "a score is a product between bounds");
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   Producer producer{params, smem};
   if (warp == 0) producer.find_first_tile();
   if (warp == 1 && lane_index() == 0) init_barriers(smem);
-  __syncthreads();  // the barriers are there
+  __syncthreads();  // all mbarriers are initialised
   if (warp < 4) {
     ptx::setmaxnreg_dec<producer_registers>();
     if (warp == 0) {

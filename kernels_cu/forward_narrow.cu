@@ -2,24 +2,24 @@
 //
 //   for each tile of block_m rows of q:                       one thread block
 //     for each block of block_n keys that some row sees:
-//       its keys, values and, if all queries share it, bias come into shared memory, by key
-//       for each run of keys:                               registers: scores of a run, for each
-//       row
+//       copy k, v and a bias shared by all queries to shared memory, one key at a time
+//       for each run of keys:                               registers: scores of run x rows
 //         s = score(q.k);  m' = max(m, max s);  p = exp(s - m');  l = l exp(m - m') + sum p
 //         o = o exp(m - m') + sum dropout(p) v
 //       L = L exp(M - m) + l;  O = O exp(M - m) + o;  M = m;  l = o = 0
 //     out = O / L,  lse = M + log L                         a sink joins M and L here
 //
-// A sum of 262,144 exponentials in float32, one after the other, loses those below half a unit in
-// its last place: 5e-5 of it where they differ as those of points in space do. Of sums of blocks,
-// 2e-6. A product of tensor cores has 16 or 32 columns at least; with 3 of them the exponential is
-// what takes longest. All threads read the same key at a time, for all their rows. (D61)
+// Each block has its own sums (l, o), which are then added to L and O. A single float32 sum of
+// 262,144 exponentials loses every term below half a unit in its last place: 5e-5 of the sum for
+// exponentials as different as points in space give them. With sums of blocks the loss is 2e-6.
+// Tensor cores would pad heads to 16 or 32 columns, and with 3 columns the exponential takes most
+// of the time anyway. All threads read the same key at a time, for all their rows. (D61)
 #include "portable/forward_rows.cuh"
 #include "simt/narrow.cuh"
 
 namespace cuflash {
 
-constexpr int rows = Config::block_m / Config::num_threads;  // of a thread
+constexpr int rows = Config::block_m / Config::num_threads;  // rows of a thread
 constexpr int run = 8;                                       // keys between two maxima
 static_assert(rows * Config::num_threads == Config::block_m, "every thread has as many");
 static_assert(Config::block_n % run == 0, "a block is whole runs");
@@ -28,25 +28,25 @@ struct SharedMemory {
   Key keys[Config::block_n];
 };
 
-// Exponentials under a maximum of scores, and values by their weight, summed.
+// Running sums relative to a maximum score: exponentials, and values times their exponentials.
 struct Sums {
   Real maximum, weights;
-  Real o[width_v + 1];  // an array has an element
+  Real o[width_v + 1];  // one more, since width_v may be 0
 
   CUFLASH_DEVICE void clear() {
     weights = 0;
     unrolled<width_v>([&](int i) { o[i] = 0; });
   }
 
-  // What turns sums under this maximum into sums under another; 0 where there are none.
+  // The factor that makes these sums relative to another maximum, or 0 if there are no sums yet.
   CUFLASH_DEVICE Real rescale_to(Real other, const Score& score, const WarpPowers& power) const {
-    // A row that has seen nothing yet: -inf minus -inf would be NaN.
+    // The maximum of a row that has seen no key is -inf, and -inf minus -inf would be NaN.
     const Real to = other == -infinity() ? 0 : score.reference(other);
     return power(score.exponent_between(score.reference(maximum), to));
   }
 };
 
-// One row of q, what is summed of it in this block, and in all blocks before.
+// One row of q, its sums in this block, and its sums over all previous blocks.
 struct Row {
   Real q[width];
   Sums block, all;
@@ -64,7 +64,7 @@ struct Row {
     return product;
   }
 
-  // Scores of a run become weights; what was summed under the old maximum is rescaled.
+  // Turns the scores of a run into weights, and rescales the sums of the block to the new maximum.
   CUFLASH_DEVICE void online_softmax(Real (&s)[run], const Score& score, const WarpPowers& power) {
     Real maximum = block.maximum;
     unrolled<run>([&](int j) { maximum = fmax(maximum, s[j]); });
@@ -80,7 +80,7 @@ struct Row {
     unrolled<width_v>([&](int i) { block.o[i] *= rescale; });
   }
 
-  // The sums of a block join those before; the next one goes on with its maximum.
+  // Adds the sums of the block to the previous ones. The next block starts from the same maximum.
   CUFLASH_DEVICE void end_block(const Score& score, const WarpPowers& power) {
     const Real rescale = all.rescale_to(block.maximum, score, power);
     all.maximum = block.maximum;
@@ -90,21 +90,22 @@ struct Row {
   }
 };
 
-// Keys of a block; those outside `valid` are zeros. True for all if any has a bias of -inf.
+// Loads the keys of a block, with zeros outside `valid`. Returns true to all threads if the bias of
+// some key is -inf.
 CUFLASH_DEVICE bool load_keys(SharedMemory& smem, const RowSource& k, const RowSource& v,
                               const Score& score, int first_key, Range valid) {
   bool hides = false;
-  __syncthreads();  // every thread is done with the block before
+  __syncthreads();  // every thread has read the previous block
 #pragma unroll 1
   for (int i = threadIdx.x; i < Config::block_n; i += Config::num_threads) {
     const int kv_idx = first_key + i;
     smem.keys[i].load(k, v, score, kv_idx, valid.contains(kv_idx));
     hides |= smem.keys[i].hides();
   }
-  return __syncthreads_or(hides);  // the keys are there
+  return __syncthreads_or(hides);  // the keys have arrived
 }
 
-// Adds the keys of a block to the rows from `first_row` on, one every num_threads.
+// Adds the keys of a block to the rows of this thread: `first_row` and every num_threads-th after.
 template <bool masked>
 CUFLASH_DEVICE void add_block(Row (&own)[rows], const SharedMemory& smem, const Score& score,
                               int first_row, int first_key, const WarpPowers& power) {
@@ -142,7 +143,7 @@ CUFLASH_DEVICE void add_block(Row (&own)[rows], const SharedMemory& smem, const 
                      keeps_pair(score, first_row + r * Config::num_threads, first_key + begin + j);
           }
           unrolled<width_v>([&](int i) {
-            // Nothing that an invisible or dropped key holds may reach a sum, NaN included.
+            // No element of an invisible or dropped key may reach a sum: it may be NaN.
             Real& o = own[r].block.o[i];
             o = counts ? fma(s[r][j], key.v(i), o) : o;
           });
@@ -152,8 +153,9 @@ CUFLASH_DEVICE void add_block(Row (&own)[rows], const SharedMemory& smem, const 
   }
 }
 
-// out and lse of a row; one that saw nothing becomes +0 and lse_without_keys. Returns whether they
-// are not to be relied on: sums of large values may be infinite where their mean is not.
+// Stores out and lse of a row, or +0 and lse_without_keys for a row that saw no key. Returns
+// whether the row must be computed again: a sum of large values may overflow where their mean does
+// not.
 CUFLASH_DEVICE bool store(const ForwardParams& params, const Work& work, const Score& score,
                           const Row& row, int q_idx) {
   if (q_idx >= score.seqlen.rows_q) return false;
@@ -223,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
     const int q_idx = first_row + r * Config::num_threads;
     const bool unsure = store(params, work, score, own[r], q_idx);
     const uint32_t lanes = __ballot_sync(0xffffffff, unsure);
-    __syncwarp();  // a row was written by one thread, and an exact one by a warp
+    __syncwarp();  // one thread wrote each row, and the warp may overwrite it below
     for_each_bit(lanes, [&](int lane) {
       recompute_out(params, work.entry, q_idx - lane_index() + lane, true);
     });

@@ -8,12 +8,12 @@
 //       o = o exp(m - m') + dropout(p) v                      p is reused in registers
 //     out = o / l,  lse = m + log l                         a sink joins m and l here
 //
-// Where keys are split, a thread block has one part of them; the blocks of a cluster also combine
-// their parts.
+// If keys are split, each thread block computes one part of them. The thread blocks of a cluster
+// also combine their parts.
 //
-// Shared memory: the q tile for the whole run; one k and one v buffer, or two stages, in float32 as
-// TF32 parts. v of a block arrives while q k^T is computed, k of the next block during p v. Where
-// keys lie in pages, also the places of the rows of two blocks.
+// Shared memory holds the tile of q, and one or two stages of k and v (in float32 as TF32 parts).
+// With one stage v arrives while q k^T is computed, and k of the next block during p v. If keys lie
+// in pages, shared memory also holds the places (offsets) of the rows of two blocks.
 #include "tile/matmul.cuh"
 #include "portable/cluster_rows.cuh"
 
@@ -35,7 +35,7 @@ struct SharedMemory : BlockPlaces<Config::paged>, ReceivedRows<Config::clusters>
 constexpr int slices = Config::block_m / (16 * Config::num_warps);
 static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp owns whole slices");
 
-// Sums over the keys that the tile's rows see.
+// Computes the softmax sums and o of this warp's rows, over the keys that the tile's rows see.
 template <int out_tiles>
 CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
                            ClusterRows<Config::clusters>& own_rows, WarpSoftmax<slices>& softmax,
@@ -59,13 +59,13 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
   load_tile(smem.q, q, work.first_row, {0, score.seqlen.q});
   smem.begin(params, work.entry);
   smem.look_up(0, params, n_block * Config::block_n, keys);
-  if constexpr (Config::paged) __syncthreads();  // places are there
+  if constexpr (Config::paged) __syncthreads();  // the places of the rows are written
   load_tile(smem.k[0], smem.of_k(k, 0), n_block * Config::block_n, keys);
   if constexpr (Config::num_stages == 2) {
     load_tile(smem.v[0], smem.of_v(v, 0), n_block * Config::block_n, keys);
   }
   ptx::cp_async_commit();
-  own_rows.find(params, work, score.seqlen);  // in the shadow of the copies
+  own_rows.find(params, work, score.seqlen);  // while the copies are in flight
 
   int stage = 0, places = 0;
 #pragma unroll 1
@@ -73,7 +73,7 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
     const int first_key = n_block * Config::block_n;
     const bool one_segment = visited.of_one_segment(n_block);
     next = visited.next_after(n_block);
-    // In place of a block that every warp is done with.
+    // Overwrites the places of a block that every warp has finished.
     if (next < blocks.end) {
       smem.look_up(next_places(places), params, next * Config::block_n, keys);
     }
@@ -105,7 +105,7 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
     if constexpr (Config::num_stages == 1) {
       ptx::cp_async_wait<0>();
       split(smem.v[0]);
-      __syncthreads();  // v is there; every warp is done with k
+      __syncthreads();  // v has arrived, and every warp has read k
       if (next < blocks.end) {
         load_tile(smem.k[0], smem.of_k(k, next_places(places)), next * Config::block_n, keys);
       }

@@ -1,5 +1,5 @@
-// Attention forward for Hopper: TMA, warp-specialised wgmma, FlashAttention-3 with K released
-// early.
+// Attention forward for Hopper: TMA and warp-specialised wgmma. FlashAttention-3, but buffers of k
+// are released early.
 //
 //   for each tile of block_m rows of q:                       persistent thread blocks
 //     m = -inf, l = 0, o = 0
@@ -8,15 +8,17 @@
 //       p = exp(s - m');  l = l exp(m - m') + rowsum p;  o = o exp(m - m') + p v
 //     out = o / l,  lse = m + log l                         a sink joins m and l here
 //
-// Warpgroup 0 produces: warp 0 draws tiles and loads, warp 1 stores results, warp 2 clears rows
-// that belong to no packed sequence, warps 2 and 3 bring a mask or a bias where these come through
-// shared memory. The others consume 64 rows of the tile each; s of a block is multiplied together
-// with p v of the block before, so that the softmax runs under p v. m' keeps the old maximum unless
-// a row's grew by more than a factor of 2^8. Where keys are split, a thread block has one part of
-// one tile. docs/forward-sm90.md draws the schedule.
+// Warpgroup 0 is the producer. Warp 0 draws tiles and loads. Warp 1 stores results. Warp 2 clears
+// rows that belong to no packed sequence. Warps 2 and 3 load a mask or a bias, if these go through
+// shared memory. The other warpgroups are consumers, with 64 rows of the tile each. A consumer
+// starts s of a block together with p v of the previous block, so that the softmax runs while p v
+// is in flight. m' keeps the old maximum of a row unless the maximum grew by more than a factor of
+// 2^8. If keys are split, a thread block computes one part of one tile. docs/forward-sm90.md draws
+// the schedule.
 //
-// Shared memory: q[num_q_stages], k[num_stages], v[num_stages], every tile in panels of 64 columns;
-// out is staged in q where there are two. The barriers' table is in sm90/shared_memory.cuh.
+// Shared memory: q[num_q_stages], k[num_stages] and v[num_stages], each tile in panels of 64
+// columns. out is staged in q if there are two buffers of q. sm90/shared_memory.cuh lists the
+// mbarriers.
 #include "sm90/producer.cuh"
 #include "sm90/look_up_loader.cuh"
 #include "sm90/consumer.cuh"
@@ -24,7 +26,7 @@
 
 namespace cuflash {
 
-// Of a thread; their sum over all warpgroups is what the thread block was given at its start.
+// Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
 constexpr int producer_registers = consumers == 2 ? 40 : 32;
 constexpr int consumer_registers = consumers == 2 ? 232 : 160;
 
@@ -40,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   if (warp == 0) producer.find_first_tile();
   if (warp == 1 && lane_index() == 0) init_barriers(smem);
   if (warp == 2) smem.slopes.write_numbers();
-  __syncthreads();  // the barriers are there
+  __syncthreads();  // all mbarriers are initialised
   if (warp < 4) {
     ptx::setmaxnreg_dec<producer_registers>();
     if (warp == 0) producer.run();

@@ -8,10 +8,11 @@
 //       o = o exp(m - m') + dropout(p) v                      p is split in registers
 //     out = o / l,  lse = m + log l                         a sink joins m and l here
 //
-// Warpgroups 0 and 1 produce: their threads load k, and v, split every element into its TF32 parts
-// once, and write k as it is and v transposed, since wgmma sums float32 along rows of both operands
-// only. The others consume. q stays in float32 and is split by the lanes that multiply with it,
-// unless one product of TF32 serves: then it is an operand where it lies. (D40, D41, D42)
+// Warpgroups 0 and 1 are producers: warpgroup 0 loads k, warpgroup 1 loads v. They split every
+// element into its TF32 parts once, and write k as rows and v transposed, because wgmma sums
+// float32 only along the rows of both operands. The other warpgroups are consumers. q stays in
+// float32: the lanes that multiply with it split it. If one product of TF32 is enough, q is read as
+// an operand from shared memory. (D40, D41, D42)
 #include "portable/forward_rows.cuh"
 #include "sm90_tf32/roles.cuh"
 
@@ -22,22 +23,22 @@ struct alignas(1024) SharedMemory {
   using KTile = SmemTile<Config::block_n, Config::head_dim>;
   using TransposedV = SmemTile<Config::head_dim_v, Config::block_n>;
 
-  QTile q[1];  // rows, or one part of them
+  QTile q[1];  // float32 rows, or their single TF32 part
   KTile k[Config::num_stages][operand_parts];
   TransposedV v[Config::num_stages][operand_parts];
   TileBarriers k_ring, v_ring;
 };
 static_assert(Config::block_m == 64 * consumers, "a consumer has 64 rows");
 
-// A warpgroup that produces holds as many rows of its operand, in as many pieces, loaded ahead:
-// where small terms are summed apart, or a score takes registers, fewer are left.
+// A producer warpgroup loads `pieces_ahead` pieces of `piece_rows` rows ahead, in registers. 3xTF32
+// and scores that need registers leave room for fewer rows.
 constexpr bool loads_far_ahead = !uses_3xtf32 && Score::is_light;
 constexpr int piece_rows = loads_far_ahead ? 32 : 16, pieces_ahead = 2;
-// Of a thread; their sum over all warpgroups is what the thread block was given at its start.
+// Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
 constexpr int producer_registers = loads_far_ahead ? 96 : 64;
 constexpr int consumer_registers = 256 - producer_registers;
 
-// By all threads: the queries of the tile are there after the next barrier.
+// Called by all threads. The queries of the tile are visible to all after the next barrier.
 CUFLASH_DEVICE void load_queries(const ForwardParams& params, SharedMemory& smem) {
   const Work work = Work::of_this_block(params);
   const Seqlen seqlen(params.score, work.entry);
@@ -46,7 +47,7 @@ CUFLASH_DEVICE void load_queries(const ForwardParams& params, SharedMemory& smem
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
   if constexpr (!uses_3xtf32) {
-    __syncthreads();  // all rows are there
+    __syncthreads();  // all rows have arrived
     for (int i = threadIdx.x; i < Config::block_m * Config::head_dim; i += Config::num_threads) {
       smem.q[0].data[i] = __uint_as_float(for_tf32(smem.q[0].data[i]));
     }
@@ -54,7 +55,7 @@ CUFLASH_DEVICE void load_queries(const ForwardParams& params, SharedMemory& smem
   }
 }
 
-// s = q k^T for the rows of a warpgroup, of which `warp` is one.
+// s = q k^T for the rows of the warpgroup that `warp` belongs to.
 template <int tiles, typename Tile>
 CUFLASH_DEVICE void multiply_queries(float (&s_acc)[1][tiles][4], const Tile (&q)[1],
                                      const SharedOperand<SharedMemory::KTile>& k, int warp) {
@@ -65,7 +66,7 @@ CUFLASH_DEVICE void multiply_queries(float (&s_acc)[1][tiles][4], const Tile (&q
   }
 }
 
-// All blocks of one operand: k as it is, or v transposed.
+// Loads and splits all blocks of one operand: k as rows, or v transposed.
 template <bool of_keys, int width, typename Tile>
 CUFLASH_DEVICE void produce(const ForwardParams& params,
                             Tile (&tiles)[Config::num_stages][operand_parts],
@@ -112,7 +113,7 @@ CUFLASH_DEVICE void produce(const ForwardParams& params,
   }
 }
 
-// Sums over the keys that the tile's rows see, of the 64 rows of a warpgroup.
+// Computes the softmax sums and o of a warpgroup's 64 rows, over the keys that the tile's rows see.
 template <int out_tiles>
 CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem, int warp,
                            OnlineSoftmax<1>& softmax, float (&o_acc)[1][out_tiles][4]) {
@@ -127,7 +128,7 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem, int 
        block = visited.next_after(block)) {
     const int stage = ring.stage(), first_key = block * Config::block_n;
     const bool sees = first_key < group_keys.end && group_keys.begin < first_key + Config::block_n;
-    if (!warp_agrees(sees)) {  // the other warpgroup does (D125)
+    if (!warp_agrees(sees)) {  // only the other warpgroup sees this block (D125)
       smem.k_ring.skip(ring);
       smem.v_ring.skip(ring);
       ring.advance();
@@ -162,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     smem.v_ring.init();
   }
   load_queries(params, smem);
-  __syncthreads();  // q and the barriers are there
+  __syncthreads();  // q has arrived, and all mbarriers are initialised
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   if (warp < 8) {
     ptx::setmaxnreg_dec<producer_registers>();

@@ -6,7 +6,7 @@
 
 namespace cuflash {
 
-// What holds a number in memory; float32 also where an array is absent and never read.
+// Type of one number in memory. Absent arrays, which are never read, count as float32.
 template <Dtype dtype>
 using Storage =
     If<dtype == Dtype::float16 || dtype == Dtype::bfloat16, uint16_t,
@@ -14,11 +14,11 @@ using Storage =
           If<dtype == Dtype::float64, double,
              If<dtype == Dtype::int32, int32_t, If<dtype == Dtype::int64, int64_t, float>>>>>;
 
-// Of q, k and v: elements of 8 and 16 bits are bits that Config::dtype says how to read.
+// Type of q, k and v. Elements of 8 and 16 bits are raw bits, which Config::dtype interprets.
 using Element = Storage<Config::dtype>;
 constexpr bool is_fp8 = Config::dtype == Dtype::float8_e4m3fn;
 
-// Of scores, statistics and sums: float32, for float64 inputs float64.
+// Type of scores, statistics and sums: float32, or float64 for float64 inputs.
 constexpr bool is_double = Config::dtype == Dtype::float64;
 using Real = If<is_double, double, float>;
 
@@ -26,13 +26,13 @@ constexpr Real log2_e = static_cast<Real>(1.4426950408889634);
 constexpr Real ln_2 = static_cast<Real>(0.6931471805599453);
 constexpr float largest_float = 3.4028234663852886e38f;
 
-// Logarithms to base 2 of exponentials from which on rows are far from 0: a unit in the last place
-// of their scores is 2^-6 or more, in float32 2^-4.
+// A row is far from 0 if |log2| of its exponentials reaches this bound: a unit in the last place of
+// its scores is then 2^-6 or more (in float32 2^-4).
 constexpr Real far_from_0 = is_double ? 0x1p46 : 0x1p20;
 
 CUFLASH_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
-// A NaN that arithmetic made, or passed on; off the pipe of float64.
+// A NaN that arithmetic made or passed on. The test uses no float64 instruction.
 CUFLASH_DEVICE bool is_quiet_nan(float x) {
   return (__float_as_uint(x) & 0x7fc00000) == 0x7fc00000;
 }
@@ -44,7 +44,7 @@ CUFLASH_DEVICE bool is_quiet_nan(double x) {
 CUFLASH_DEVICE float power_of_two(float x) { return ptx::exp2_approx(x); }
 CUFLASH_DEVICE double power_of_two(double x) { return exp2_float64(x, MemoryPowers{}); }
 
-// The same for a warp whose lanes ask together: of float64 each holds an entry of a table.
+// 2^x for a warp whose lanes all call together. In float64 each lane holds one entry of a table.
 struct FloatPowers {
   CUFLASH_DEVICE float operator()(float x) const { return ptx::exp2_approx(x); }
 };
@@ -54,7 +54,7 @@ struct DoublePowers {
 
   CUFLASH_DEVICE double operator()(double x) const { return exp2_float64(x, entries); }
 
-  // 2^(a b - reference), where the shift says what the reference is.
+  // 2^(a b - reference), where `shift` encodes the reference.
   CUFLASH_DEVICE double of_product(double a, double b, double shift) const {
     return exp2_of_product(a, b, shift, entries);
   }
@@ -80,7 +80,7 @@ CUFLASH_DEVICE Real to_real(Storage<dtype> x) {
   }
 }
 
-// One number of an option's array. What is finite stays so.
+// One number of an option's array. A finite number stays finite.
 template <Dtype dtype>
 CUFLASH_DEVICE Real finite_real(Storage<dtype> x) {
   const Real rounded = to_real<dtype>(x);
@@ -97,14 +97,14 @@ CUFLASH_DEVICE Real read_real(const void* array, int64_t index) {
   return finite_real<dtype>(static_cast<const Storage<dtype>*>(array)[index]);
 }
 
-// A factor of elements, 1 where there is none.
+// A scale of elements, or 1 if there is no array of scales.
 template <Dtype dtype>
 CUFLASH_DEVICE Real read_scale(const void* array, int64_t index) {
   if constexpr (dtype == Dtype::none) return 1;
   return read_real<dtype>(array, index);
 }
 
-// The 16-bit format of weights that are multiplied, and of results that are staged.
+// The 16-bit format of weights in p v, and of results staged in shared memory.
 constexpr Dtype half_dtype =
     Config::out_dtype == Dtype::float32 ? Config::dtype : Config::out_dtype;
 
@@ -119,7 +119,7 @@ CUFLASH_DEVICE uint32_t pack(float low, float high) {
   }
 }
 
-// Sum and maximum over the four lanes that share a row of an accumulator fragment.
+// Sum and maximum over the quad: the four lanes that share a row of an accumulator fragment.
 template <typename Value>
 CUFLASH_DEVICE Value quad_sum(Value x) {
   x += __shfl_xor_sync(0xffffffff, x, 1);

@@ -1,5 +1,5 @@
-// Kernel parameters, passed by value. cuflash/_kernels/params.py mirrors every struct; strides are
-// in elements.
+// Kernel parameters, passed by value. cuflash/_kernels/params.py mirrors every struct. Strides
+// count elements.
 #pragma once
 
 #include "numeric.cuh"
@@ -8,10 +8,10 @@
 namespace cuflash {
 
 constexpr int max_batch_axes = 6;
-constexpr int bounded_ids = 64;  // neighbours whose segment ids have bounds (D90)
+constexpr int bounded_ids = 64;  // neighbouring segment ids that share one pair of bounds (D90)
 
-// Batch axes of the launch, slowest first; index 0 absorbs what is left of a flat index. The last
-// of max_batch_axes counts sequences where they are packed: packed arrays have stride 0 there.
+// Batch axes of the launch, slowest first. Index 0 takes the remainder of a flat index. With packed
+// sequences the last of max_batch_axes counts the sequences, and packed arrays have stride 0 there.
 struct BatchAxes {
   int32_t num_axes;
   int32_t extent[max_batch_axes];
@@ -21,14 +21,14 @@ struct BatchStrides {
   int64_t axis[max_batch_axes];
 };
 
-// A matrix per batch entry: rows are queries or keys, columns features or keys.
+// One matrix for each batch entry: its rows are queries or keys, its columns features or keys.
 struct Layout {
   BatchStrides batch;
   int64_t row;
   int64_t column;
 };
 
-// Everything score/score.cuh needs. An absent array is a null pointer and is not compiled in.
+// Everything that score/score.cuh needs. An absent array is null, and no code reads it.
 // Written by tools/gen_score_params.py: do not edit.
 // clang-format off
 struct ScoreParams {
@@ -116,7 +116,7 @@ struct ForwardParams {
   void* out;
   Real* lse;                  // may be null
   const int32_t* page_table;  // used where Config::paged: pages of each sequence, in order
-  const Real* so_far;         // out over other keys, which results join; used where Config::joins
+  const Real* so_far;         // earlier out over other keys; used where Config::joins
   ScoreParams score;
   Layout q_layout;
   Layout k_layout;
@@ -126,18 +126,18 @@ struct ForwardParams {
   Layout page_table_layout;  // one column
   Layout so_far_layout;
   BatchAxes batch;
-  Grid grid;  // of split keys: owners times parts
+  Grid grid;  // where keys are split, num_owners is owners times parts
   int32_t head_dim;
   int32_t head_dim_v;
   int32_t num_splits;  // parts of the keys, used where Config::split_keys
-  int32_t part_keys;   // keys of each
+  int32_t part_keys;   // keys of each part
   int32_t page_size;   // rows of a page of k and v, used where Config::paged
   int32_t num_pages;
-  int64_t k_page;  // from one page to the next
+  int64_t k_page;  // stride from one page to the next
   int64_t v_page;
 };
 
-// Results of parts of the keys, which become one.
+// forward_combine.cu: partial results over parts of the keys become one result.
 struct CombineParams {
   const Real* out_parts;  // rows of (parts, head_dim_v)
   const Real* lse_parts;  // rows of (parts,)
@@ -153,32 +153,32 @@ struct CombineParams {
   int32_t num_splits;
 };
 
-// What the backward passes need to know of a query: lse, +inf for a row that saw nothing (its
-// probabilities then are zero), NaN for one far from 0 (what it reaches is computed again, by its
-// true lse), and delta = rowsum(dout * out) - dlse.
+// Statistics of one query for the backward passes. lse is +inf for a row that saw no key, so that
+// its probabilities are 0. It is NaN for a row far from 0: every result that the row reaches
+// becomes NaN, and is computed again with the true lse. delta = rowsum(dout * out) - dlse.
 struct RowStatistics {
   Real lse;
   Real delta;
 };
 
 struct ForwardSm90Params : ForwardParams {
-  ptx::TensorMap q_map;  // (column, row, three batch axes); extent 1 where broadcast
+  ptx::TensorMap q_map;  // (column, row, three batch axes); broadcast axes have extent 1
   ptx::TensorMap k_map;
   ptx::TensorMap v_map;
   ptx::TensorMap out_map;
-  uint32_t* tile_counter;  // 0 before and after; null: tiles are dealt out in advance
+  uint32_t* tile_counter;  // 0 before and after the launch; null: tiles are assigned in advance
 };
 
-// How sequences of a cache grow: contiguous arrays, one element for each sequence if nothing else
-// is said.
+// cache_grow.cu. Arrays are contiguous. They have one element for each sequence unless a shape is
+// given.
 struct CacheGrowParams {
   int32_t* page_table;  // (sequences, columns)
-  int32_t* lengths;     // become those after the new keys
-  int32_t* dropped;
-  const void* counts;  // new keys; null: num_tokens of each
-  int32_t* starts;     // become the lengths before
-  int32_t* sources;    // become the page to copy into that of the first new key; -1: none
-  int32_t* taken;      // (pages,): free pages, lowest first, as many as are taken
+  int32_t* lengths;     // in: lengths before the new keys; out: after them
+  int32_t* dropped;     // in and out: count of keys that found no room
+  const void* counts;   // number of new keys (int64); null: num_tokens for every sequence
+  int32_t* starts;      // out: the lengths before the new keys
+  int32_t* sources;     // out: the page to copy into the page of the first new key; -1: none
+  int32_t* taken;       // (pages,), out: the free pages that are taken, lowest first
   int32_t num_sequences;
   int32_t num_columns;
   int32_t page_size;
@@ -187,13 +187,13 @@ struct CacheGrowParams {
   int32_t num_tokens;
 };
 
-// New keys and values, and where they go; pages are contiguous.
+// cache_write.cu: new keys and values, and the pages that receive them. Pages are contiguous.
 struct CacheWriteParams {
   const void* k;
   const void* v;
   void* k_pages;  // (pages, heads, page_size, head_dim)
   void* v_pages;
-  const double* frequencies;  // null: those of 10000
+  const double* frequencies;  // null: rotary frequencies of base 10000
   const int32_t* page_table;
   const int32_t* starts;
   const int32_t* lengths;
@@ -206,40 +206,40 @@ struct CacheWriteParams {
   int32_t num_tokens;
   int32_t head_dim;
   int32_t head_dim_v;
-  int32_t num_pairs;  // features that turn together
+  int32_t num_pairs;  // pairs of features that are rotated together
 };
 
-// Sequences of a cache become what others were.
+// cache_take.cu: each sequence of a cache takes over the state of its parent.
 struct CacheTakeParams {
   int32_t* page_table;
   int32_t* lengths;
   const int32_t* old_table;
   const int32_t* old_lengths;
   const void* parents;  // int64
-  const void* kept;     // int64, keys of each; null: all
+  const void* kept;     // int64, number of keys that each sequence keeps; null: all
   int32_t num_sequences;
   int32_t num_columns;
 };
 
-// Rows that are turned by their positions.
+// rotary.cu: rows are rotated by their positions.
 struct RotaryParams {
   const void* x;
   void* out;
   const void* positions;      // used unless Config::positions is `none`
-  const double* frequencies;  // null: those of 10000
+  const double* frequencies;  // null: rotary frequencies of base 10000
   Layout x_layout;
   Layout out_layout;
   Layout positions_layout;  // one column
   BatchAxes batch;
   Grid grid;
-  int64_t position;  // of every row, where there is no array
+  int64_t position;  // position of every row if there is no array
   int32_t num_rows;
   int32_t head_dim;
   int32_t num_pairs;
-  int32_t sign;  // -1 turns back
+  int32_t sign;  // 1, or -1 for the inverse rotation
 };
 
-// Bounds of the segment ids of every batch entry; ids are contiguous, and so are bounds.
+// segment_bounds.cu: bounds of the segment ids of every batch entry. Ids and bounds are contiguous.
 struct SegmentBoundsParams {
   const void* ids_q;
   const void* ids_k;
@@ -254,16 +254,16 @@ struct SegmentBoundsParams {
   int32_t num_ids_k;
 };
 
-// Rows of x that lie one after the other, matrix by matrix.
+// quantize.cu. The rows of x are contiguous, matrix by matrix. A block of rows shares one scale.
 struct QuantizeParams {
   const void* x;
-  uint32_t* largest;  // bits of the largest magnitude of each block of rows; 0 before
-  float* scale;       // of each block
+  uint32_t* largest;  // bits of the largest magnitude of each block; 0 before the first pass
+  float* scale;       // scale of each block
   uint8_t* out;
-  uint32_t signs[8];      // bit by column: which are negated before a rotation
-  int32_t rows;           // of a matrix
-  int32_t rows_of_block;  // with one scale
-  int32_t blocks;         // of a matrix
+  uint32_t signs[8];      // one bit for each column: negate the column before the rotation?
+  int32_t rows;           // rows of a matrix
+  int32_t rows_of_block;  // rows of a block
+  int32_t blocks;         // blocks of a matrix
 };
 
 struct DeltaParams {
@@ -272,7 +272,7 @@ struct DeltaParams {
   const Real* lse;
   const Real* dlse;  // null unless Config::grad_lse
   RowStatistics* rows;
-  uint32_t* turns;  // of one pass, to be cleared
+  uint32_t* turns;  // turns of backward_sm90.cu or backward_pair_sm90.cu, set to 0
   Layout dout_layout;
   Layout out_layout;
   Layout lse_layout;
@@ -282,8 +282,8 @@ struct DeltaParams {
   Grid grid;
   int32_t seqlen_q;
   int32_t head_dim_v;
-  int32_t num_turns;            // 0 where no kernel takes turns
-  int32_t recomputes_far_rows;  // what Score says of the passes
+  int32_t num_turns;            // 0 if no kernel uses turns
+  int32_t recomputes_far_rows;  // Score::recomputes_far_rows of the backward passes
 };
 
 struct BackwardParams {
@@ -297,8 +297,8 @@ struct BackwardParams {
   void* dk;
   void* dv;
   void* dbias;      // used where Config::grad_bias
-  Real* sums;       // of the scores' gradient, or of gradients before they are scaled and rounded
-  uint32_t* turns;  // of the tiles that add to dq: see backward_sm90.cu
+  Real* sums;       // sums of the scores' gradient, or gradients before they are scaled and rounded
+  uint32_t* turns;  // turns of the tiles that add to dq: see backward_sm90.cu
   ScoreParams score;
   Layout dout_layout;
   Layout q_layout;
@@ -312,13 +312,13 @@ struct BackwardParams {
   Layout dbias_layout;
   Layout sums_layout;
   BatchAxes batch;
-  Grid grid;  // of split queries: owners times parts, with entries of a part
+  Grid grid;  // where queries are split: owners times parts, and the entries of one part
   int32_t head_dim;
   int32_t head_dim_v;
-  int32_t dq_sums;      // sums of dq: tile t of keys adds to number t % dq_sums
-  int32_t row_parts;    // of the blocks of queries of an entry, used where Config::split_rows
-  int32_t part_blocks;  // blocks of queries of such a part
-  int32_t num_parts;    // sums of dk and dv of an owner that backward_combine.cu adds up
+  int32_t dq_sums;      // separate sums of dq: tile t of keys adds to sum t % dq_sums
+  int32_t row_parts;    // parts of the query blocks of an entry, used where Config::split_rows
+  int32_t part_blocks;  // blocks of queries in such a part
+  int32_t num_parts;    // partial sums of dk and dv of an owner: backward_combine.cu adds them
 };
 
 struct BackwardSm90Params : BackwardParams {

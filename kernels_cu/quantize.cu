@@ -3,12 +3,13 @@
 //   largest = max |x R|  of each block of rows        Config::writes is false
 //   out = round(x R / scale(largest)),  scale         Config::writes is true
 //
-// The scale is the smallest power of two with which the largest magnitude fits. R is the identity
-// or, where the kernel rotates, random signs times a Hadamard matrix over sqrt(head_dim): log2 of
-// head_dim steps of sums and differences, the first three in a lane, the others between lanes.
+// The scale is the smallest power of two with which the largest magnitude fits. R is the identity.
+// If the kernel rotates, R is random signs times a Hadamard matrix over sqrt(head_dim), in
+// log2(head_dim) steps of sums and differences: the first three steps within a lane, the others
+// between lanes.
 //
-// A lane has 8 neighbouring elements of a row; a thread block has up to Config::block_m rows of one
-// block.
+// A lane holds 8 neighbouring elements of a row. A thread block holds up to Config::block_m rows of
+// one block of rows (the rows that share a scale).
 #include "params.cuh"
 #include "ptx/special.cuh"
 #include "tile/fragment.cuh"
@@ -52,7 +53,8 @@ CUFLASH_DEVICE Part load(const void* array, int64_t index) {
   return part;
 }
 
-// Sums and differences of elements whose columns differ in one bit, for every bit.
+// The Hadamard transform: for every bit of the column index, sums and differences of the elements
+// whose columns differ in that bit only.
 CUFLASH_DEVICE void rotate(Part& part, const uint32_t (&signs)[8]) {
   const int lane = lane_index() % row_lanes;
   const uint32_t own = signs[lane / 4] >> 8 * (lane % 4);
@@ -81,8 +83,8 @@ CUFLASH_DEVICE void rotate(Part& part, const uint32_t (&signs)[8]) {
   for (int i = 0; i < 8; ++i) part.x[i] *= factor;
 }
 
-// The smallest power of two with which the largest magnitude fits; 1 of zeros, and of what is taken
-// for them.
+// The smallest power of two with which the largest magnitude fits. It is 1 for zeros and
+// subnormals.
 CUFLASH_DEVICE float scale_of(float largest) {
   const uint32_t bits = __float_as_uint(__fdiv_rn(largest, most));
   const int exponent = static_cast<int>(bits >> 23) - 127 + ((bits & 0x7fffff) != 0);
@@ -155,13 +157,13 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
     }
     SharedMemory& smem = shared_memory<SharedMemory>();
     if (lane_index() == 0) smem.largest[warp_index()] = largest;
-    __syncthreads();  // the largest of every warp is there
+    __syncthreads();  // every warp has written its largest magnitude
     if (threadIdx.x == 0) {
 #pragma unroll
       for (int warp = 1; warp < Config::num_warps; ++warp) {
         largest = fmaxf(largest, smem.largest[warp]);
       }
-      // Of numbers from 0 on, the order of the bits.
+      // The bits of floats >= 0 are ordered like the floats.
       atomicMax(params.largest + block, __float_as_uint(largest));
     }
   }

@@ -1,4 +1,4 @@
-// Rotary embedding: each row of an array is turned by its position, one warp a row.
+// Rotary embedding: each row of an array is rotated by its position. One warp computes a row.
 #include "cache/rotate.cuh"
 
 namespace cuflash {

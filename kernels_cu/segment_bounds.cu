@@ -1,7 +1,7 @@
 // Bounds of the segment ids of every 64 queries and every 64 keys, for schedule/segments.cuh.
 //
-// A warp reads the ids of one pair of bounds; lanes past the end repeat the last id. The blocks of
-// threads of a batch entry take its queries, then its keys.
+// A warp reads the 64 ids of one pair of bounds. Lanes past the end repeat the last id. The thread
+// blocks of a batch entry cover its queries, then its keys.
 #include "score/score.cuh"
 
 namespace cuflash {
@@ -9,7 +9,7 @@ namespace cuflash {
 using Id = Score::Id;
 constexpr int ids_per_block = bounded_ids * Config::num_warps;
 
-// Of the ids of the `block`-th thread block.
+// Writes the bounds of the ids of the `block`-th thread block.
 CUFLASH_DEVICE void write_bounds(const Id* ids, IdBounds<Id>* bounds, int num_ids, int block) {
   const int pair = block * Config::num_warps + warp_index();
   const int first = pair * bounded_ids + lane_index();

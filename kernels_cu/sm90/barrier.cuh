@@ -1,7 +1,8 @@
-// Barriers in shared memory, as a warp or a warpgroup uses them.
+// mbarriers in shared memory, as a warp or a warpgroup uses them.
 //
-// Waits are by parity, so that nobody may fall two phases behind: before a warp or a warpgroup lets
-// a phase pass by an arrival, all its threads are past their own wait.
+// A wait names only the parity of a phase, so a thread that fell two phases behind would wait for
+// ever. Before a warp or a warpgroup lets a phase end by an arrival, all its threads must be past
+// their own wait.
 #pragma once
 
 #include "ptx/mbarrier.cuh"
@@ -22,15 +23,15 @@ CUFLASH_DEVICE void arrive_if(uint64_t& barrier, bool mine) {
   ptx::mbarrier_arrive_if(ptx::shared_address(&barrier), mine);
 }
 
-// One arrival for the whole warp, when all its lanes are here and what they wrote is visible.
+// One arrival for the whole warp, after all its lanes have met and see each other's writes.
 CUFLASH_DEVICE void arrive_as_warp(uint64_t& barrier) {
   __syncwarp();
   arrive_if(barrier, lane_index() == 0);
 }
 
-// Arrivals of a warp whose lanes have all read what is written anew after the phase, or written
-// what is read: they meet, and one speaks for all. racecheck follows a thread's own arrival only:
-// under it all arrive. (D29)
+// Arrivals of a warp whose lanes have all read, or all written, the memory that the phase guards.
+// The lanes meet, and one of them arrives for all. racecheck follows only a thread's own arrival,
+// so under racecheck all lanes arrive. (D29)
 constexpr int reader_arrivals = Config::under_racecheck ? 32 : 1;
 
 CUFLASH_DEVICE void arrive_as_readers(uint64_t& barrier, bool mine) {
@@ -38,8 +39,8 @@ CUFLASH_DEVICE void arrive_as_readers(uint64_t& barrier, bool mine) {
   arrive_if(barrier, lane_index() < reader_arrivals && mine);
 }
 
-// A product is done only when all four warps have issued it, so that this thread's arrival after it
-// speaks for the warpgroup.
+// Is this the thread that arrives for its warpgroup after a product? One arrival is enough, because
+// a product is done only after all four warps have issued it.
 CUFLASH_DEVICE bool leads_warpgroup() { return threadIdx.x % 128 == 0; }
 
 }  // namespace cuflash

@@ -1,10 +1,10 @@
-// The gradient of a bias that has an element for each pair, where a kernel of all gradients writes
-// it: ds of a block, rounded as the products take it.
+// The gradient of a bias with one element for each pair, written by the kernel of all gradients. It
+// is ds of a block, rounded as for the products.
 //
-// Shared memory holds ds^T: rows are keys. ldmatrix gives each lane eight neighbouring keys of one
-// query, which it stores at once; a warp has 32 keys. Of the rows of a panel the eight that are
-// read together lie in different banks: a lane's pairs of keys come in another order, which its
-// place in the quad says.
+// Shared memory holds ds^T, whose rows are keys. A warp stores 32 keys. ldmatrix gives each lane
+// eight neighbouring keys of one query, which the lane stores at once. The eight rows of a panel
+// that are read together lie in different banks. The pairs of keys of a lane therefore arrive in an
+// order that depends on its place in the quad.
 #pragma once
 
 #include "ptx/mma_sync.cuh"
@@ -30,11 +30,11 @@ struct BiasGradient {
     return of_entry + q_idx * layout.row + kv_idx * layout.column;
   }
 
-  // Of a block of queries by the keys of a tile; `ds` are panels of 64 queries each.
+  // Stores the gradient of a block of queries by the keys of a tile. `ds` has panels of 64 queries.
   template <typename DsTile>
   CUFLASH_DEVICE void store(const DsTile& ds, int block, int first_key) const {
     const uint32_t thread = ptx::thread_index(), lane = thread % 32;
-    const uint32_t pair = lane / 8 ^ lane % 8 / 2;  // of the quad lane that gets it
+    const uint32_t pair = lane / 8 ^ lane % 8 / 2;  // among the pairs of the receiving quad lane
     const uint32_t key = own_keys(thread) + lane % 8 / 2 * lane_keys + 2 * pair + lane % 2;
     const uint32_t address = ptx::shared_address(ds.data) + DsTile::chunk_offset(key, 0);
     store_rows(block, first_key, [&](int row8, uint32_t (&words)[4]) {
@@ -48,8 +48,8 @@ struct BiasGradient {
     });
   }
 
-  // Zeros, of blocks of queries that see nothing of a tile's keys: all that are the thread block's
-  // but those of `seen`.
+  // Stores zeros for blocks of queries that see no key of a tile: all blocks of the thread block
+  // but the blocks of `seen`.
   CUFLASH_DEVICE void clear_unseen(const KeyTile& work, const BlockRanges& seen) const {
     const BlockRanges all = work.own({0, 0, 0, QueryBlocks(params.score, 0).count}, params);
 #pragma unroll 1
@@ -63,7 +63,7 @@ struct BiasGradient {
   }
 
  private:
-  // The first of a warp's keys in its tile.
+  // The first key of a warp within its tile.
   CUFLASH_DEVICE static uint32_t own_keys(uint32_t thread) { return thread % 128 / 32 * warp_keys; }
 
   CUFLASH_DEVICE static void exchange_if(bool condition, uint32_t& a, uint32_t& b) {
@@ -72,8 +72,8 @@ struct BiasGradient {
     a = first;
   }
 
-  // Calls words_of(row8, words) for each eight rows of a block, and stores a lane's keys of its
-  // row.
+  // Calls words_of(row8, words) for every eight rows of a block, and stores the keys that this lane
+  // holds of one of these rows.
   template <typename WordsOf>
   CUFLASH_DEVICE void store_rows(int block, int first_key, const WordsOf& words_of) const {
     const Layout& layout = params.dbias_layout;
@@ -105,7 +105,8 @@ struct BiasGradient {
   }
 };
 
-// One row of the gradient of a bias, pair by pair. dq of a row with a non-finite ds is non-finite.
+// Computes one row of the gradient of a bias again, pair by pair. A non-finite ds makes dq of its
+// row non-finite, which is how such rows are found.
 __device__ __noinline__ void recompute_dbias(const BackwardParams& params, const BatchIndex entry,
                                              int q_idx) {
   const Score score(params.score, entry);

@@ -1,4 +1,4 @@
-// A warpgroup that computes: 64 rows of out, from scores to the sum over their keys.
+// A consumer warpgroup, which computes 64 rows of out: from scores to the sum over their keys.
 #pragma once
 
 #include "schedule/segments.cuh"
@@ -12,16 +12,16 @@ namespace cuflash {
 struct Consumer {
   const ForwardSm90Params& params;
   SharedMemory& smem;
-  const int warpgroup;                // of the consumers
-  Ring<Config::num_stages> ring;      // of k and v; at the block whose p v is pending, or the next
-  Ring<Config::num_q_stages> q_ring;  // counts tiles
+  const int warpgroup;                // index among the consumers
+  Ring<Config::num_stages> ring;      // of k and v: at the block of the pending p v, else the next
+  Ring<Config::num_q_stages> q_ring;  // of q: one step for each tile
   Ring<look_up_stages> look_up_ring;
   SplitSoftmax softmax;
   float o_acc[1][o_tiles][4];
   float block_acc[1][is_fp8 ? o_tiles : 1][4];  // p v of one block of e4m3
   uint32_t p_frag[1][s_tiles * sizeof(Element) / 4][4];
 
-  // All tiles of this thread block.
+  // Computes all tiles of this thread block.
   CUFLASH_DEVICE void run() {
     if (uses_pingpong && warpgroup == consumers - 1) ptx::named_barrier_arrive(first_turn, 256);
 #pragma unroll 1
@@ -40,7 +40,8 @@ struct Consumer {
   }
 
  private:
-  // Every warpgroup takes a turn for each block of the tile, whether or not its own rows see it.
+  // Every warpgroup takes one ping-pong turn for each block of the tile, even if its rows do not
+  // see the block.
   CUFLASH_DEVICE void attend(const Score& score, const ConsumerRows& rows,
                              const BatchIndex& entry) {
     const BlockRanges& own = rows.own;
@@ -106,7 +107,7 @@ struct Consumer {
     for (; block >= rows.tile.begin; --block) skip_block();
   }
 
-  // The same with segments, which leave out blocks of the tile; its rows walk the same ones.
+  // attend() with segments, which leave out blocks of the tile. All its rows visit the same blocks.
   CUFLASH_DEVICE void attend_segments(const Score& score, const ConsumerRows& rows,
                                       const Work& work) {
     const BlockRanges& blocks = rows.tile;
@@ -134,7 +135,7 @@ struct Consumer {
     last_product<Keys::all>();
   }
 
-  // s of the first block that these rows visit.
+  // s and p of the first block that these rows visit.
   template <Keys keys>
   CUFLASH_DEVICE void first_block(const Score& score, const ConsumerRows& rows, int block,
                                   bool masked, bool is_last) {
@@ -159,7 +160,8 @@ struct Consumer {
     pack_p<keys>(s_acc, dropped);
   }
 
-  // q k^T of this block, p v of the block before, softmax of this block under that p v.
+  // q k^T of this block and p v of the previous block. The softmax of this block runs under that
+  // p v.
   template <Edge edge, Keys keys = Keys::all>
   CUFLASH_DEVICE void next_block(const Score& score, const ConsumerRows& rows, int block,
                                  bool is_last) {
@@ -177,8 +179,8 @@ struct Consumer {
     softmax.rescale_rows(o_acc);
   }
 
-  // The same for a full block against the rows' reference as it is: no maximum is formed. Where
-  // weights show that it was too low, it follows them.
+  // next_block() for a full block, relative to the current reference of the rows: no maximum is
+  // formed. If weights show that the reference is too low, it is raised afterwards.
   CUFLASH_DEVICE void next_full_block(const Score& score, const ConsumerRows& rows,
                                       const BatchIndex& entry, int block, bool is_last) {
     float s_acc[1][s_tiles][4];
@@ -212,7 +214,7 @@ struct Consumer {
     pack_p<Keys::all>(s_acc, dropped);
   }
 
-  // For all products of a tile, once those of the tile before are done.
+  // Writes the slope of a tile for all its products, after the products of the previous tile.
   CUFLASH_DEVICE void write_slopes(const Score& score) {
     ptx::named_barrier_sync(first_together + warpgroup, 128);
     const int thread = ptx::thread_index() % 128;
@@ -220,7 +222,7 @@ struct Consumer {
     ptx::named_barrier_sync(first_together + warpgroup, 128);
   }
 
-  // p v of the first block that these rows see.
+  // p v of the last block that these rows visit.
   template <Keys keys>
   CUFLASH_DEVICE void last_product() {
     start_product_with<keys>(ring);
@@ -228,11 +230,11 @@ struct Consumer {
     ring.advance();
   }
 
-  // A block that none of these 64 rows sees: keeps step with the other warpgroups.
+  // Skips a block that none of these 64 rows sees, in step with the other warpgroups.
   CUFLASH_DEVICE void skip_block() {
     wait(smem.k_full[ring.stage()], ring.full_parity());
     wait(smem.v_full[ring.stage()], ring.full_parity());
-    // All threads are past these waits before one of them lets the phases pass.
+    // All threads are past these waits before one of them lets the phases end.
     ptx::named_barrier_sync(first_together + warpgroup, 128);
     arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
     arrive_if(smem.v_empty[ring.stage()], leads_warpgroup());
@@ -241,22 +243,22 @@ struct Consumer {
     pingpong_signal();
   }
 
-  // Which weights dropout drops: drawn while scores are multiplied. (D6)
+  // The weights that dropout drops, drawn while scores are multiplied. (D6)
   template <int tiles>
   CUFLASH_DEVICE DroppedPairs<1, tiles> dropped_pairs(const Score& score, const ConsumerRows& rows,
                                                       int first_key) const {
     const DroppedPairs<1, tiles> dropped(
         score, rows.first_row + 16 * (ptx::thread_index() / 32 % 4), first_key);
-    // ptxas would draw after the wait for the products. An arrive that never happens, because all
-    // bits of a half are the same, needs what is drawn. (D3)
+    // ptxas would draw after the wait for the products. This arrival needs the drawn bits before
+    // the wait. It never happens, because all bits of each half of `some` are equal. (D3)
     if constexpr (Config::dropout && Score::leaves_registers) {
       arrive_if(smem.never, dropped.some == 1);
     }
     return dropped;
   }
 
-  // Starts q k^T of the ring's next block, what is added to it, and p v of the block before, which
-  // it returns.
+  // Starts q k^T of the ring's next block, the product of add(), and p v of the previous block.
+  // Returns the ring at the previous block.
   template <Keys keys, int tiles, typename Add>
   CUFLASH_DEVICE Ring<Config::num_stages> start_both(float (&s_acc)[1][tiles][4], const Add& add) {
     const Ring<Config::num_stages> before = ring;
@@ -276,7 +278,7 @@ struct Consumer {
     ptx::pin(flat(s_acc));
   }
 
-  // k, and after the last block q, were multiplied.
+  // Releases k, and after the last block also q: their products are done.
   CUFLASH_DEVICE void release_scores(bool is_last) {
     arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
     release_q(is_last);
@@ -293,18 +295,18 @@ struct Consumer {
     arrive_if(smem.v_empty[at.stage()], leads_warpgroup());
   }
 
-  // Where out is staged in q, it is the store warp that releases it.
+  // If out is staged in q, the store warp releases q instead.
   CUFLASH_DEVICE void release_q(bool last) {
     if constexpr (!stages_out) arrive_if(smem.q_empty[q_ring.stage()], last && leads_warpgroup());
   }
 
-  // Without a product between: all threads of the warpgroup are past their wait for q.
+  // Releases q without a product. All threads of the warpgroup are past their wait for q.
   CUFLASH_DEVICE void release_unread_q() {
     if constexpr (!stages_out) ptx::named_barrier_sync(first_together + warpgroup, 128);
     release_q(true);
   }
 
-  // Raw products become weights, relative to the rows' reference.
+  // Turns raw products into weights, relative to the reference of each row.
   template <Edge edge, int tiles>
   CUFLASH_DEVICE void online_softmax(float (&s_acc)[1][tiles][4], const Score& score, int first_row,
                                      int first_key, const PrefetchedMaskBias<tiles>& prefetched) {
@@ -323,7 +325,7 @@ struct Consumer {
     softmax.add_block();
   }
 
-  // The mask or bias that comes through shared memory is applied, and bounds at an edge.
+  // Applies the mask or bias in shared memory, and bounds if the block is at an edge.
   template <Edge edge, int tiles>
   CUFLASH_DEVICE void look_up(float (&s_acc)[1][tiles][4], const Score& score, int first_row,
                               int first_key) {
@@ -341,7 +343,7 @@ struct Consumer {
     }
   }
 
-  // The same of a full block, against the reference as it is.
+  // Computes the weights of a full block, relative to the current reference.
   CUFLASH_DEVICE void exponentiate_full(float (&s_acc)[1][s_tiles][4], const Score& score,
                                         const ConsumerRows& rows, int first_key) {
     const LaneIndices lane(rows.first_row, first_key);
@@ -359,7 +361,7 @@ struct Consumer {
     }
   }
 
-  // Weights that are kept become the operand of p v, 0 for the other keys of the block.
+  // Packs the weights that dropout keeps as the operand of p v, with 0 for the keys outside `keys`.
   template <Keys keys, int tiles>
   CUFLASH_DEVICE void pack_p(const float (&s_acc)[1][tiles][4],
                              const DroppedPairs<1, tiles>& dropped) {
@@ -378,7 +380,7 @@ struct Consumer {
     });
   }
 
-  // Two tiles of 8 keys are the 16 that transposers put in this order.
+  // pack_p() for e4m3. Two tiles of 8 keys give the order in which transposers put 16 keys.
   template <Keys keys, int tiles>
   CUFLASH_DEVICE void pack_e4m3(const float (&s_acc)[1][tiles][4]) {
     unrolled<s_tiles / 2, 2>([&](int pair, int half) {

@@ -1,8 +1,8 @@
-// Where the float32 sums of dk and dv of parts of the queries lie: written by backward_sm90.cu and
-// backward_pair_sm90.cu, added up by backward_combine.cu.
+// Layout of the float32 sums of dk and dv where queries are split into parts: backward_sm90.cu and
+// backward_pair_sm90.cu write them, backward_combine.cu adds them up.
 //
-// All parts of an owner follow each other. A part has a slice for each 16 keys; each packed
-// sequence begins with a slice of its own.
+// The parts of an owner are contiguous. A part has one slice for every 16 keys, and each packed
+// sequence begins a new slice.
 #pragma once
 
 #include "schedule/tiles.cuh"
@@ -18,8 +18,8 @@ struct DkvSlice {
 
 struct DkvParts {
   DkvSlice* sums;
-  int slices;  // of a part
-  int first;   // of the sequence
+  int slices;  // slices of a part
+  int first;   // first slice of the sequence
 
   CUFLASH_DEVICE DkvParts(const BackwardParams& params, void* sums, int sequence)
       : sums(static_cast<DkvSlice*>(sums)), slices((params.score.seqlen_k + 15) / 16), first(0) {
@@ -35,7 +35,7 @@ struct DkvParts {
   }
 };
 
-// Of a tile where queries are split, a warp's 16 keys; null where none of them exists.
+// The slice of a warp's 16 keys in its tile's part, or null if none of the keys exists.
 CUFLASH_DEVICE DkvSlice* own_slice(const BackwardParams& params, const KeyTile& work,
                                    int first_key) {
   if (first_key >= Seqlen(params.score, work.entry(params, 0)).rows_k) return nullptr;

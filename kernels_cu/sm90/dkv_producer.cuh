@@ -1,12 +1,12 @@
-// Shared memory, the order of blocks and the warp that loads, in the kernels of Hopper in which a
-// thread block owns keys and streams queries: backward_dkv_sm90.cu, backward_sm90.cu,
+// Shared memory, the order of blocks and the loading warp of the Hopper kernels in which a thread
+// block owns keys and streams queries: backward_dkv_sm90.cu, backward_sm90.cu,
 // backward_pair_sm90.cu.
 //
-//   barrier      arrivals a phase   what the end of a phase says
-//   keys_full    32 + bytes         k and v of the tile are there
-//   full         32 + bytes         q and dout of a block are there, and lse and delta of its rows
-//   raw          1 + bytes          q and dout are there, with rows to be cleared
-//   empty        4 consumers        every warp is done with the block: load the next
+//   barrier      arrivals a phase   what the end of a phase means
+//   keys_full    32 + bytes         k and v of the tile have arrived
+//   full         32 + bytes         q, dout, lse and delta of a block have arrived
+//   raw          1 + bytes          a tile has arrived, and some of its rows must be cleared
+//   empty        4 consumers        every warp has used the block: load the next
 #pragma once
 
 #include "simt/recompute_rows.cuh"
@@ -23,7 +23,7 @@ static_assert(Config::block_n % 64 == 0, "whole warpgroups");
 
 struct DkvSharedMemory {
   using KTile = PanelTile<Config::block_n, Config::head_dim>;
-  // dv alone does not need v: eight rows, the least that a tile has, stand for it.
+  // A pass for dv alone does not need v: the tile then has only eight rows, the minimum.
   using VTile = PanelTile<Config::grad_k ? Config::block_n : 8, Config::head_dim_v>;
   using QTile = PanelTile<Config::block_m, Config::head_dim>;
   using DoutTile = PanelTile<Config::block_m, Config::head_dim_v>;
@@ -47,9 +47,9 @@ CUFLASH_DEVICE void init_rings(DkvSharedMemory& smem) {
   init(smem.raw, 1);
 }
 
-// In which order the blocks of queries that see a tile are taken.
+// The order in which the blocks of queries that see a tile are visited.
 struct FirstRowsFirst : VisitedBlocks<Walk::queries> {
-  static constexpr bool sums_over_keys = false;  // does the kernel that walks so?
+  static constexpr bool sums_over_keys = false;  // do kernels with this order sum over keys?
 
   using VisitedBlocks::VisitedBlocks;
   CUFLASH_DEVICE int first() { return first_from(ranges.begin); }
@@ -66,7 +66,7 @@ struct LastRowsFirst : VisitedBlocks<Walk::queries> {
   CUFLASH_DEVICE bool is_left(int block) const { return block >= ranges.begin; }
 };
 
-// Statistics of the rows of a block, dealt out to the lanes.
+// Statistics of the rows of a block, distributed over the lanes of a warp.
 struct LaneRows {
   static constexpr int count = (Config::block_m + 31) / 32;
 
@@ -89,7 +89,7 @@ struct LaneRows {
     }
   }
 
-  // Rows that see nothing, lanes as bits.
+  // Bit mask of the lanes whose row sees no key.
   CUFLASH_DEVICE uint32_t hidden(int i) const {
     return __ballot_sync(0xffffffff, row[i].lse == infinity());
   }
@@ -111,16 +111,15 @@ CUFLASH_DEVICE void clear_fully_masked_rows(Producer& producer, int stage,
   ptx::fence_async_proxy();
 }
 
-// Rows of q and dout from `first_row` of the arrays on, and their statistics. Nothing of a row that
-// saw nothing, or that belongs to the next packed sequence, may reach a product, where 0 * NaN
-// would count.
+// Loads rows of q and dout from row `first_row` of the arrays on, and their statistics. Rows that
+// saw no key, or that belong to the next packed sequence, must not reach a product: 0 * NaN is NaN.
 template <typename Producer>
 CUFLASH_DEVICE void load_rows(Producer& producer, const BatchIndex& entry, int first_row,
                               const LaneRows& statistics) {
   const BackwardSm90Params& params = producer.params;
   auto& smem = producer.smem;
   const int stage = producer.ring.stage();
-  const int loaded = params.score.seqlen_q - first_row;  // what lies behind arrives as zeros
+  const int loaded = params.score.seqlen_q - first_row;  // rows past the end arrive as zeros
   bool clears = false;
 #pragma unroll
   for (int i = 0; i < LaneRows::count; ++i) {
@@ -137,16 +136,16 @@ CUFLASH_DEVICE void load_rows(Producer& producer, const BatchIndex& entry, int f
     producer.start_rows(smem.dout[stage], params.dout_map, params.dout_layout, entry, first_row,
                         full);
   }
-  __syncwarp();  // no lane may be left two phases behind in a wait
+  __syncwarp();  // all lanes are past their wait: see sm90/barrier.cuh
   if (clears) clear_fully_masked_rows(producer, stage, statistics);
-  // Each lane for what it wrote; without a row to clear lane 0 did when it announced the bytes.
+  // Each lane arrives for what it wrote. If no row is cleared, lane 0 arrived with the bytes.
   arrive_if(smem.full[stage], clears || lane_index() != 0);
   producer.ring.advance();
 }
 
-// Loads the blocks of queries of one batch entry in the order of `walk`. A producer has what its
-// kernel does in its own way: start_rows() starts the load of a tile, raw() is the barrier of rows
-// that are to be cleared, wait_for_raw() waits for them.
+// Loads the blocks of queries of one batch entry in the order of `walk`. The producer supplies what
+// differs between kernels: start_rows() starts the load of a tile, raw() is the mbarrier of rows
+// that must be cleared, and wait_for_raw() waits for these rows.
 template <typename Producer, typename RowWalk>
 CUFLASH_DEVICE void load_rows_of(Producer& producer, const BatchIndex& entry, const Seqlen& seqlen,
                                  RowWalk& walk) {
@@ -159,7 +158,7 @@ CUFLASH_DEVICE void load_rows_of(Producer& producer, const BatchIndex& entry, co
   while (walk.is_left(block)) {
     load_rows(producer, entry, seqlen.first_q + block * Config::block_m, statistics);
     block = walk.next(block);
-    statistics = rows_of(max(block, 0));  // on its way while the next buffer is waited for
+    statistics = rows_of(max(block, 0));  // in flight during the wait for the next buffer
   }
 }
 
@@ -196,7 +195,8 @@ struct DkvProducer {
   }
 
  private:
-  // The keys of any entry: an owner's entries differ in axes that keys are broadcast along.
+  // Keys may be loaded for any entry: an owner's entries differ only in axes along which keys are
+  // broadcast.
   CUFLASH_DEVICE void load_keys(const KeyTile& work) {
     constexpr int bytes =
         DkvSharedMemory::KTile::bytes + (Config::grad_k ? DkvSharedMemory::VTile::bytes : 0);
@@ -213,7 +213,7 @@ struct DkvProducer {
         start_load(smem.v, params.v_map, params.v_layout, entry, from, full);
       }
     }
-    __syncwarp();  // no lane may be left two phases behind in a wait
+    __syncwarp();  // all lanes are past their wait: see sm90/barrier.cuh
     if (clears) {
       wait(smem.raw, raw_ring.full_parity());
       raw_ring.advance();
@@ -224,8 +224,8 @@ struct DkvProducer {
     arrive_if(smem.keys_full, clears || lane_index() != 0);
   }
 
-  // Keys of the tile, counted from its first, that a query of some entry may see: where a product
-  // sums over keys, 0 * NaN of another would count.
+  // Keys of the tile that a query of some entry may see, counted from the first key. No other key
+  // may reach a product that sums over keys: 0 * NaN is NaN.
   CUFLASH_DEVICE Range seen_keys(const KeyTile& work) const {
     Range seen{Config::block_n, 0};
 #pragma unroll 1

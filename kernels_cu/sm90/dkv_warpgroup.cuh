@@ -5,7 +5,7 @@
 
 namespace cuflash {
 
-// The first query and key of a lane's scores.
+// Indices of the first query and key of a lane's scores.
 struct LaneIndices {
   int row, key;
 
@@ -15,27 +15,27 @@ struct LaneIndices {
     key = first_key + 16 * (thread / 32) - 64 + fragment_row(0, 0, lane);
   }
 
-  // Rows that see the key of a half, the mask not counted, from `row` on: a register's column is
-  // compared as a constant.
+  // Rows that see the lane's key of a half, without regard to the mask. They are relative to `row`,
+  // so that the column of each register is compared as a constant.
   CUFLASH_DEVICE Range seeing(const Score& score, int half) const {
     const int kv_idx = key + 8 * half;
     return score.q_range(kv_idx, kv_idx + 1).relative_to(row);
   }
 };
 
-// A warpgroup takes `rows` queries of a block at a time, from row `first` of the block on.
+// A warpgroup computes with `rows` queries at a time, from row `first` of a block on.
 template <int rows>
 struct DkvWarpgroup {
   static constexpr int tiles = rows / 8;
 
   const BackwardSm90Params& params;
   DkvSharedMemory& smem;
-  const int warpgroup;  // of the consumers
+  const int warpgroup;  // index among the consumers
   Ring<Config::num_stages> ring;
   float dk_acc[1][Config::head_dim / 8][4];
   float dv_acc[1][Config::head_dim_v / 8][4];
   uint32_t frag[1][tiles / 2][4];  // p^T, then ds^T
-  // k and v, where they are kept here.
+  // k and v as operands, if they are kept in registers.
   uint32_t k_frag[1][Config::keys_in_registers ? Config::head_dim / 16 : 1][4];
   uint32_t v_frag[1][Config::keys_in_registers ? Config::head_dim_v / 16 : 1][4];
 
@@ -81,10 +81,10 @@ struct DkvWarpgroup {
 
   CUFLASH_DEVICE void release_block_before() {
     const Ring<Config::num_stages> before{ring.uses - 1};
-    arrive_as_readers(smem.empty[before.stage()], ring.uses > 0);  // lse and delta as well
+    arrive_as_readers(smem.empty[before.stage()], ring.uses > 0);  // lse and delta were read, too
   }
 
-  // lse or delta of the current block, for the queries of this lane's columns.
+  // Reads lse or delta of the current block for the queries of this lane's columns.
   CUFLASH_DEVICE void read(float2 (&of_columns)[tiles],
                            const float (&of_rows)[Config::num_stages][Config::block_m],
                            int first = 0) const {
@@ -94,7 +94,7 @@ struct DkvWarpgroup {
     for (int t = 0; t < tiles; ++t) of_columns[t] = *reinterpret_cast<const float2*>(from + 8 * t);
   }
 
-  // Raw products become probabilities.
+  // Computes probabilities from raw products.
   CUFLASH_DEVICE void compute_p(float (&p)[1][tiles][4], const float (&products)[1][tiles][4],
                                 const float2 (&lse)[tiles], const Score& score, int first_row,
                                 int first_key, int first = 0) const {
@@ -107,8 +107,8 @@ struct DkvWarpgroup {
     });
   }
 
-  // The same with a bias that comes through shared memory, asked for in the order of t, half and i;
-  // lse is read as it is needed: beside a bias registers do not hold it.
+  // compute_p() with a bias from shared memory, which is read in the order of t, half and i. lse is
+  // read when it is needed, because a bias leaves no registers to hold it.
   template <typename Bias>
   CUFLASH_DEVICE void compute_biased_p(float (&s_acc)[1][tiles][4], const Score& score, Bias& bias,
                                        int first_row, int first_key, int first) const {
@@ -142,11 +142,11 @@ struct DkvWarpgroup {
     }
   }
 
-  // Which of a lane's columns see its two keys, formulas apart.
+  // Which of a lane's columns (queries) see its two keys, without regard to formulas.
   CUFLASH_DEVICE void find_seeing(ColumnBits (&seeing)[2], const Score& score,
                                   const LaneIndices& lane) const {
     score.unmasked_of_keys<tiles>(seeing, lane.key, lane.row);
-#pragma unroll 1  // in turn: bits of both at once take registers that p has
+#pragma unroll 1  // one key at a time: bits of both would take registers from p
     for (int half = 0; half < 2; ++half) {
       const Range range = lane.seeing(score, half);
       const uint32_t bits = ColumnBits::within(range).bits &
@@ -156,14 +156,14 @@ struct DkvWarpgroup {
     }
   }
 
-  // Which pairs of a block dropout keeps. (D27)
+  // The pairs of a block that dropout keeps. (D27)
   CUFLASH_DEVICE KeptBits<1, tiles> kept_pairs(const Score& score, int first_row,
                                                int first_key) const {
     const int warp_key = first_key + 16 * (ptx::thread_index() / 32) - 64;
     return {score, first_row, warp_key};
   }
 
-  // The bias at the pairs of a lane, read where it lies.
+  // The bias of a lane's pairs, read from global memory.
   struct GlobalBias {
     Score::BiasOf<tiles> of_key[2];
 
@@ -173,7 +173,8 @@ struct DkvWarpgroup {
     CUFLASH_DEVICE float operator()(int t, int half, int i) const { return of_key[half](t, i); }
   };
 
-  // Where scores take more: raw products become p score', frag the operand p^T.
+  // For scores that are more than a product: turns raw products into p score', and writes the
+  // operand p^T to frag.
   template <bool masked, typename Bias>
   CUFLASH_DEVICE void compute_p_and_weights(float (&s_acc)[1][tiles][4],
                                             const KeptBits<1, tiles>& kept, const Score& score,
@@ -184,7 +185,7 @@ struct DkvWarpgroup {
     if constexpr (masked) find_seeing(seeing, score, lane);
     const float* lse = smem.lse[ring.stage()] + (lane.row - first_row);
     unrolled<2 * tiles>([&](int n) {
-      // A bias in shared memory comes by rows of queries.
+      // A bias in shared memory is read in the order of t, then half.
       const int t = Config::bias_stages ? n / 2 : n % tiles;
       const int half = Config::bias_stages ? n % 2 : n / tiles;
       float p[2];
@@ -208,7 +209,7 @@ struct DkvWarpgroup {
     if constexpr (Score::adds_only) to_kept_operand(s_acc, kept);
   }
 
-  // Probabilities become the operand p^T, but what dropout drops.
+  // Packs probabilities as the operand p^T, with 0 for pairs that dropout drops.
   CUFLASH_DEVICE void to_kept_operand(const float (&p)[1][tiles][4],
                                       const KeptBits<1, tiles>& kept) {
     to_operand(frag, p);
@@ -218,7 +219,7 @@ struct DkvWarpgroup {
     });
   }
 
-  // The weights of dp^T - delta become ds^T.
+  // Turns the weights of dp^T - delta into ds^T.
   CUFLASH_DEVICE void compute_ds(float (&weight)[1][tiles][4], const float (&dp_acc)[1][tiles][4],
                                  const float2 (&delta)[tiles]) const {
     unrolled<tiles, 4>([&](int t, int i) {
@@ -244,7 +245,7 @@ struct DkvWarpgroup {
                        first_key, num_keys, kept_scale(params.score), dv_acc[0]);
       broken |= non_finite_rows(dv_acc[0]);
     }
-    __syncwarp();  // a row was written by four lanes, and an exact one by all
+    __syncwarp();  // four lanes wrote each row, and the warp may overwrite it below
     for_each_bit(broken & ((1u << num_keys) - 1), [&](int row) {
       recompute_dkv(params, work.owner, work.sequence, first_key + row);
     });

@@ -1,10 +1,10 @@
-// Where the float32 sums of dq lie: written by backward_sm90.cu and backward_pair_sm90.cu, read by
-// backward_convert.cu.
+// Layout of the float32 sums of dq: backward_sm90.cu and backward_pair_sm90.cu write them,
+// backward_convert.cu reads them.
 //
-// Slices of 16 rows and a panel of columns, in the order in which the lanes of a warp hold them as
-// an accumulator, so that both sides move 16 bytes a lane. A panel has 64 columns, the last one
-// what is left. A block of queries is one part of 64 rows and a panel for each warpgroup; of the
-// last one, slices past the end do not exist. Each packed sequence begins with a block of its own.
+// A slice is 16 rows of one panel of columns. Its elements have the order of a warp's accumulator,
+// so that each lane writes and reads 16 bytes at a time. A panel has 64 columns, the last panel
+// only the remaining ones. A part is 64 rows of one panel of a block of queries. Slices past the
+// last row do not exist. Each packed sequence begins a new block.
 #pragma once
 
 #include "ptx/once.cuh"
@@ -19,7 +19,7 @@ template <int tiles>
 struct DqSlice {
   static constexpr int bytes = 512 * tiles;
 
-  float value[tiles][32][4];  // of a tile of 8 columns, a lane
+  float value[tiles][32][4];  // by tile of 8 columns, lane and register
 
   CUFLASH_DEVICE void write(const float (&acc)[tiles][4], int lane) {
 #pragma unroll
@@ -29,7 +29,7 @@ struct DqSlice {
     }
   }
 
-  // Pauses after each addition of 512 bytes. (D24)
+  // Adds an accumulator, with a pause after every 512 bytes. (D24)
   template <int nanoseconds>
   CUFLASH_DEVICE void add(const float (&acc)[tiles][4], int lane) {
 #pragma unroll
@@ -48,19 +48,19 @@ struct DqSlice {
     }
   }
 
-  // By a warp that has used what it read: a line of 128 bytes for each of its first lanes.
+  // Discards the slice, which the warp has used: one line of 128 bytes for each of the first lanes.
   CUFLASH_DEVICE void discard(int lane) {
     if (lane < bytes / 128) ptx::discard_line(&value[lane / 4][lane % 4 * 8]);
   }
 };
 
 struct DqAccum {
-  // Part p has the rows 64 (p % row_parts) and on of the block, the panel p / row_parts.
+  // Part p has 64 rows from row 64 (p % row_parts) of the block on, of panel p / row_parts.
   static constexpr int row_parts = Config::block_m / 64, panels = (Config::head_dim + 63) / 64;
   static constexpr int parts = row_parts * panels;
-  static constexpr int slice_floats = 16 * Config::head_dim;  // of all panels
+  static constexpr int slice_floats = 16 * Config::head_dim;  // 16 rows of all panels
 
-  // Tiles of 8 columns of a part, and where it begins among the parts of a whole block, in floats.
+  // Number of tiles of 8 columns in a part, and the first float of a part in a whole block.
   CUFLASH_DEVICE static constexpr int tiles(int part) {
     const int left = Config::head_dim / 8 - part / row_parts * 8;
     return left < 8 ? left : 8;
@@ -71,7 +71,7 @@ struct DqAccum {
   float* of_entry;
   int num_rows;
 
-  // Of all entries, there are dq_sums sums one after the other.
+  // There are dq_sums arrays, one after another, each with the sums of all entries.
   CUFLASH_DEVICE DqAccum(const BackwardParams& params, const BatchIndex& entry, int sum = 0)
       : of_entry(params.sums + entry * params.sums_layout.batch + sum * params.sums_layout.row),
         num_rows(Seqlen(params.score, entry).rows_q) {
@@ -80,14 +80,14 @@ struct DqAccum {
     of_entry += first_row * Config::head_dim;
   }
 
-  // Slices that a part has.
+  // Number of slices of a part.
   CUFLASH_DEVICE int slices(int block, int part) const {
     const int rows = num_rows - block * Config::block_m - part % row_parts * 64;
     return min(max((rows + 15) / 16, 0), 4);
   }
 
   CUFLASH_DEVICE float* part(int block, int part) const {
-    // Parts that share rows follow each other, as long as they are.
+    // Parts with the same rows follow each other, without room for slices that do not exist.
     const int slice = block * (Config::block_m / 16) + part % row_parts * 4;
     return of_entry + int64_t(slice) * slice_floats + part / row_parts * 1024 * slices(block, part);
   }

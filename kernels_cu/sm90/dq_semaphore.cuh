@@ -1,5 +1,5 @@
-// Whose turn it is to add to the sums of each block of queries: how many tiles have. Turns lie
-// behind the counter from which tiles are drawn.
+// The turn of each block of queries: the number of tiles that have added to its sums. Turns are
+// stored behind the counter from which tiles are drawn.
 #pragma once
 
 #include "ptx/sync.cuh"
@@ -8,8 +8,8 @@
 
 namespace cuflash {
 
-// How many tiles of keys before tile `rank` add to one of the sums of a block of queries: tile t to
-// number t % sums. By a whole warp.
+// Number of tiles of keys before tile `rank` that add to sum number `sum` of a block of queries.
+// Tile t adds to number t % sums. Called by a whole warp.
 CUFLASH_DEVICE int tiles_before(const Score& score, int block, int rank, int sum, int sums) {
   constexpr int tile_keys = Config::block_n;
   const Range rows{block * Config::block_m, (block + 1) * Config::block_m};
@@ -32,8 +32,8 @@ CUFLASH_DEVICE int tiles_before(const Score& score, int block, int rank, int sum
 struct DqSemaphore {
   uint32_t* of_entry;
 
-  // Of one of the sums of the owner's `index`-th entry. `parts` of each block have turns of their
-  // own, next to each other.
+  // Turns of sum number `sum` of the owner's `index`-th entry. Each block has `parts` neighbouring
+  // turns, one for each of its parts.
   CUFLASH_DEVICE DqSemaphore(const BackwardSm90Params& params, const OwnedTile& work, int index,
                              int sum, int parts = 1) {
     const int64_t flat_entry =

@@ -1,4 +1,4 @@
-// How a thread adds what is staged in shared memory to the sums of dq, when it is its tile's turn:
+// How a thread adds values staged in shared memory to the sums of dq, in the turn of its tile:
 // backward_sm90.cu, backward_pair_sm90.cu.
 #pragma once
 
@@ -8,10 +8,11 @@
 
 namespace cuflash {
 
-// Warps that take blocks in turns: one waits until all can see what it added while the other adds.
+// Warps that alternate between blocks: one adds while the other waits until all can see its sums.
 constexpr int writers = 2;
 
-// Starts to add one piece of a block; the first tile stores, so that sums need no zeros before.
+// Starts to add one piece of a block. The first tile stores, so that sums need not be zeroed
+// before.
 CUFLASH_DEVICE void start_adding(float* to, const float* staged, int bytes, bool is_first) {
   if (bytes != 0) {
     const uint32_t from = ptx::shared_address(staged);
@@ -24,9 +25,10 @@ CUFLASH_DEVICE void start_adding(float* to, const float* staged, int bytes, bool
   ptx::tma_store_commit();
 }
 
-// Calls start(), which starts to add every piece of a block, when it is the turn of the tile that
-// `turn` others come before; arrives at `read` once shared memory may be written again, and passes
-// the turn on once all can see the sums. Without an order all wait for the first tile alone.
+// Waits for the turn of a tile, which is the number of tiles before it. Calls start(), which starts
+// to add every piece of a block. Arrives at `read` once shared memory may be overwritten, and
+// passes the turn on once all can see the sums. Without an order the tiles wait only for the first
+// one.
 template <typename Start>
 CUFLASH_DEVICE void add_in_turn(const DqSemaphore& turns, int place, int turn, uint64_t& read,
                                 Start start) {

@@ -5,13 +5,13 @@
 
 namespace cuflash {
 
-// One after the other, of the two that shared memory holds.
+// Receives one tile after another. Shared memory holds two at a time.
 template <typename SharedMemory>
 struct DrawnTiles {
   SharedMemory& smem;
   Ring<2> ring;
 
-  // Negative: none is left.
+  // Waits for the next tile. A negative index means that no tile is left.
   CUFLASH_DEVICE int receive() const {
     wait(smem.tile_full[ring.stage()], ring.full_parity());
     return index();
@@ -26,7 +26,8 @@ struct DrawnTiles {
     ring.advance();
   }
   CUFLASH_DEVICE uint32_t keys_parity() const { return ring.uses & 1; }
-  // Asked for anew at each block: no register holds where a part begins. (D145)
+  // Is the block in this tile's part? Where the part begins is read anew for each block, so that it
+  // occupies no register. (D145)
   CUFLASH_DEVICE bool has(int block) const {
     if constexpr (!Config::split_rows) return true;
     return block >= *const_cast<const volatile int*>(&smem.first_block[ring.stage()]);

@@ -1,4 +1,4 @@
-// What the 64 rows of a warpgroup come to: their sums become out and lse, or join what is there.
+// The end of a warpgroup's 64 rows: their sums become out and lse, or join an earlier result.
 #pragma once
 
 #include "sm90/softmax.cuh"
@@ -9,11 +9,11 @@ namespace cuflash {
 struct FinishedRows {
   const ForwardSm90Params& params;
   SharedMemory& smem;
-  const int warpgroup;  // of the consumers
+  const int warpgroup;  // index among the consumers
   SplitSoftmax& softmax;
   float (&o_acc)[1][o_tiles][4];
 
-  // out and lse of these 64 rows; rows that saw nothing become +0 and lse_without_keys.
+  // Writes out and lse of these 64 rows, or +0 and lse_without_keys for rows that saw no key.
   CUFLASH_DEVICE void write(const Work& work, const Score& score, int q_stage) {
     const int thread = ptx::thread_index(), lane = thread % 32;
     const int tile_row = 64 * warpgroup + 16 * (thread / 32 % 4);
@@ -43,7 +43,7 @@ struct FinishedRows {
     const uint32_t without_lse = marked_rows(unsure[0], unsure[1]) & existing;
     const uint32_t broken = non_finite & existing | without_lse;
     bool cleared[2] = {hidden[0], hidden[1]};
-    if constexpr (Config::joins) {  // what is there stays for rows that are computed again
+    if constexpr (Config::joins) {  // rows that are computed again keep the earlier result
       unrolled<2>([&](int half) {
         const bool again = broken >> fragment_row(0, 2 * half, lane) & 1;
         cleared[half] |= again;
@@ -60,13 +60,13 @@ struct FinishedRows {
     });
     if constexpr (Config::joins) add_so_far(work, score, warp_row, before);
     if constexpr (stages_out) {
-      // These rows of q were read by this warpgroup alone, which is done with them.
+      // Only this warpgroup reads these rows of q, and it has finished with them.
       stage_rows(params, work, smem.q[q_stage], tile_row, o_acc, broken, without_lse);
       arrive_as_warp(smem.o_full[q_stage][warpgroup]);
     } else {
       store_rows(params, work.entry, score.seqlen, warp_row, o_acc, broken, without_lse);
     }
-    // The first lane of a quad has the upper row, the second the lower.
+    // The first lane of a quad writes lse of the upper row, the second lane lse of the lower row.
     const int q_idx = warp_row + lane / 4 + 8 * (lane % 4);
     const bool lower = lane % 4 == 1;
     const RowEnd end =
@@ -78,11 +78,11 @@ struct FinishedRows {
     const bool is_own =
         lane % 4 < 2 && q_idx < score.seqlen.rows_q && (without_lse >> (q_idx - warp_row) & 1) == 0;
     if (params.lse != nullptr && is_own) *at = Config::joins ? Joined(*at, value).lse : value;
-    __syncwarp();  // the compiler takes the warp for diverged else: see warp_agrees
+    __syncwarp();  // else the compiler takes the warp for diverged: see warp_agrees
   }
 
  private:
-  // Adds `before` times the rows of float32 that these join. (D170)
+  // Adds `before` times the float32 rows of the earlier result. (D170)
   CUFLASH_DEVICE void add_so_far(const Work& work, const Score& score, int warp_row,
                                  const float (&before)[2]) {
     const float* entry = params.so_far + work.entry * params.so_far_layout.batch +

@@ -1,10 +1,10 @@
-// What a mask or a bias of 16 bits holds on its way to the warpgroups of backward_sm90.cu: a warp
-// brings rows of queries by a tile's keys to shared memory, and lanes read the pairs that they hold
-// of a transposed accumulator, whose rows are keys.
+// Values of a mask or of a 16-bit bias, through shared memory to the consumers of backward_sm90.cu.
+// A warp copies rows of queries by the keys of a tile. Lanes read the values of the pairs that they
+// hold in a transposed accumulator, whose rows are keys.
 //
-//   barrier      arrivals a phase   what the end of a phase says
-//   full         32 (lanes)         copies of 32 rows are there
-//   empty        4 consumers        every warp has read them: copy the next
+//   barrier      arrivals a phase   what the end of a phase means
+//   full         32 (lanes)         copies of 32 rows have arrived
+//   empty        4 consumers        every warp has read the rows: copy the next
 #pragma once
 
 #include "sm90/drawn_tiles.cuh"
@@ -35,7 +35,7 @@ struct NoLookUps {
   CUFLASH_DEVICE void init_barriers() {}
 };
 
-// The warp that brings them, for every block of queries of every tile of keys.
+// The warp that copies these values, for every block of queries of every tile of keys.
 template <typename SharedMemory>
 struct KeyLookUpLoader {
   using Copy = LookUpCopy<KeyLookUps::rows>;
@@ -85,16 +85,16 @@ struct KeyLookUpLoader {
   }
 };
 
-// What a lane reads for its pairs, asked for in the order of t, then half, then i: the values of a
-// bias, or whether a mask shows the pair.
+// Reads the values of a lane's pairs, in the order of t, then half, then i. A value is the bias of
+// the pair, or whether the mask shows the pair.
 struct KeyLookUpReader {
   using Tile = LookedUp<KeyLookUps::rows>;
   static constexpr int tiles = KeyLookUps::rows / 8;
 
   KeyLookUps& look_ups;
   Ring<KeyLookUps::stages>& ring;
-  uint32_t at;        // of the rows that are read
-  uint32_t pairs[4];  // of a bias: two tiles of an accumulator
+  uint32_t at;        // address in the rows that are read
+  uint32_t pairs[4];  // bias values of two accumulator tiles
 
   CUFLASH_DEVICE KeyLookUpReader(KeyLookUps& look_ups, Ring<KeyLookUps::stages>& ring)
       : look_ups(look_ups), ring(ring) {}
@@ -122,7 +122,8 @@ struct KeyLookUpReader {
   }
 
  private:
-  // Of a mask the lane's first row and key; of a bias a row of the matrix that the lane names.
+  // Offset of the lane's first row and key in a mask, or of the matrix row in a bias whose address
+  // the lane gives to ldmatrix.
   CUFLASH_DEVICE static int first_place() {
     const int thread = ptx::thread_index() - 128, lane = thread % 32, key = thread / 32 * 16;
     if constexpr (loads_mask) {

@@ -1,4 +1,4 @@
-// How TMA brings a tile of an operand, and how rows of a tile are cleared.
+// TMA loads of a tile of an operand, and clearing of its rows.
 #pragma once
 
 #include "score/score.cuh"
@@ -7,15 +7,15 @@
 
 namespace cuflash {
 
-// Coordinates of a batch entry in the tensor map of an operand: axes that it is broadcast along
-// have extent 1 there.
+// Coordinates of a batch entry in the tensor map of an operand, where broadcast axes have extent 1.
 CUFLASH_DEVICE void map_coordinates(int (&batch)[3], const BatchIndex& entry,
                                     const Layout& layout) {
 #pragma unroll
   for (int i = 0; i < 3; ++i) batch[i] = layout.batch.axis[i] != 0 ? entry.axis[i] : 0;
 }
 
-// Starts the copy of a tile from `first_row` on; `full` was told to expect its bytes. By one lane.
+// Starts the copy of a tile from `first_row` on, whose bytes `full` already expects. Called by one
+// lane.
 template <typename Tile>
 CUFLASH_DEVICE void start_load(Tile& tile, const ptx::TensorMap& map, const Layout& layout,
                                const BatchIndex& entry, int first_row, uint64_t& full) {
@@ -28,7 +28,7 @@ CUFLASH_DEVICE void start_load(Tile& tile, const ptx::TensorMap& map, const Layo
   }
 }
 
-// By a warp.
+// Clears one row. Called by a warp.
 template <typename Tile>
 CUFLASH_DEVICE void clear_row(Tile& tile, int row) {
 #pragma unroll
@@ -37,7 +37,7 @@ CUFLASH_DEVICE void clear_row(Tile& tile, int row) {
   }
 }
 
-// Four rows at a time.
+// Clears rows [begin, end), four at a time. Called by a warp.
 template <typename Tile>
 CUFLASH_DEVICE void clear_rows(Tile& tile, int begin, int end) {
 #pragma unroll 1
@@ -51,7 +51,7 @@ CUFLASH_DEVICE void clear_rows(Tile& tile, int begin, int end) {
   }
 }
 
-// The rows that were loaded and lie outside `kept`.
+// Clears the loaded rows outside `kept`.
 template <typename Tile>
 CUFLASH_DEVICE void clear_outside(Tile& tile, Range kept, int loaded) {
   clear_rows(tile, 0, min(kept.begin, loaded));

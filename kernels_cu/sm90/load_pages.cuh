@@ -1,8 +1,9 @@
-// How TMA brings a block of keys whose rows lie in pages: one box from each page, or a part of one.
+// TMA loads of a block of keys whose rows lie in pages: one box from each page or part of a page.
 //
-// The map of such an operand has the axes (column, row of a page, axis, axis, page), where the two
-// axes are those of the launch that the operand moves along. A box has page_size rows or block_n,
-// whichever is less, so that one divides the other (ForwardSm90Config.chosen).
+// The tensor map of such an operand has the axes (column, row of a page, axis, axis, page). Its two
+// middle axes are the batch axes of the launch along which the operand is not broadcast. A box has
+// min(page_size, block_n) rows, and one of these numbers divides the other
+// (ForwardSm90Config.chosen).
 #pragma once
 
 #include "ptx/tma.cuh"
@@ -10,7 +11,7 @@
 
 namespace cuflash {
 
-// Where an entry lies along the two axes.
+// Coordinates of a batch entry along the two middle axes.
 struct PageAxes {
   int axis[2] = {0, 0};
 
@@ -26,8 +27,8 @@ struct PageAxes {
   }
 };
 
-// The keys of one entry, as a lane of the producer knows them. Of keys in order it knows nothing.
-// (D154)
+// The pages of one entry's keys, as a lane of the producer looks them up. Contiguous keys need no
+// look-up. (D154)
 template <bool paged>
 struct KeyPages {
   struct Box {};
@@ -37,12 +38,13 @@ struct KeyPages {
 };
 template <>
 struct KeyPages<true> {
-  // What a lane brings of a block, of k and of v: the number that the table has, and the first row.
+  // The box of k and of v that a lane loads for a block: a page number from the table, which may be
+  // invalid, and the first row in that page.
   struct Box {
     int number, row;
   };
 
-  const int32_t* numbers;  // of the pages of the entry
+  const int32_t* numbers;  // page numbers of the entry
   PageAxes k_axes, v_axes;
 
   CUFLASH_DEVICE KeyPages(const ForwardParams& params, const BatchIndex& entry)
@@ -50,8 +52,8 @@ struct KeyPages<true> {
         k_axes(entry, params.k_layout),
         v_axes(entry, params.v_layout) {}
 
-  // Of the block from `first_key` on, which may lie before the first key or beyond the last: the
-  // number is of some page then.
+  // The box of the block from `first_key` on. A block before the first or behind the last key gets
+  // some box of the table.
   CUFLASH_DEVICE Box look_up(const ForwardParams& params, int first_key) const {
     const int size = params.page_size, row = lane_index() * min(size, Config::block_n);
     const int key = max(0, min(first_key + row, params.score.seqlen_k - 1));
@@ -60,8 +62,8 @@ struct KeyPages<true> {
   }
 };
 
-// Starts the copies of a block of keys; `full` was told to expect their bytes. By a warp: each lane
-// brings its box. Rows beyond the length are those of some page that exists.
+// Starts the copies of a block of keys, whose bytes `full` already expects. Called by a warp: each
+// lane loads its box. Rows beyond the length come from some page that exists.
 template <typename Tile>
 CUFLASH_DEVICE void start_load_of_pages(Tile& tile, const ptx::TensorMap& map, const PageAxes& axes,
                                         const ForwardParams& params, const KeyPages<true>::Box& box,

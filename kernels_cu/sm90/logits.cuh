@@ -1,19 +1,19 @@
-// Raw products of a warpgroup's 64 rows become logits, what is invisible -inf.
+// Logits from the raw products of a warpgroup's 64 rows. Invisible pairs become -inf.
 #pragma once
 
 #include "score/score.cuh"
 
 namespace cuflash {
 
-// Which end of the visible keys may lie within a block. A mask may hide keys of any block but a
-// full one: it leaves none.
+// Which ends of the visible keys may lie within a block. A mask may hide keys of any block, so with
+// a mask no block is full.
 enum class Edge { none, first, last, both };
 
 // With two bounds, a word of bits for each row takes fewer instructions than comparisons: the
 // compiler reads seven bits at a time.
 constexpr bool bounds_as_bits = Score::masks_before_full;
 
-// Where a lane's scores lie.
+// Indices of the first query and key of a lane's scores.
 struct LaneIndices {
   int row, key;
 
@@ -24,14 +24,14 @@ struct LaneIndices {
   }
 };
 
-// The columns that bounds leave of one row, whose keys are counted from the lane's first.
+// The columns of one row that lie within its bounds. `keys` counts from the lane's first key.
 CUFLASH_DEVICE ColumnBits columns_within(Range keys, Edge edge, int columns) {
   const int first = edge == Edge::last ? 0 : keys.begin;
   const int end = edge == Edge::first ? columns : keys.end;
   return ColumnBits::within({first, end});
 }
 
-// Which columns bounds leave of the two rows of this lane.
+// The columns within bounds, for the two rows of this lane.
 struct SeenColumns {
   ColumnBits of_row[2];
 
@@ -46,8 +46,8 @@ struct SeenColumns {
   }
 };
 
-// What a mask, if it is alone, and a bias hold for the two rows of this lane: under way while
-// scores are multiplied.
+// Values of a mask (if it is the only such option) and of a bias for the two rows of this lane,
+// loaded while scores are multiplied.
 template <int tiles>
 struct PrefetchedMaskBias {
   ColumnBits shown[2];
@@ -67,7 +67,7 @@ struct PrefetchedMaskBias {
   }
 };
 
-// Of the keys from `first_key` on and the rows from `first_row` on.
+// Applies the score to pairs of rows from `first_row` on and keys from `first_key` on.
 template <Edge edge, int tiles>
 CUFLASH_DEVICE void apply_score(float (&s_acc)[1][tiles][4], const Score& score, int first_row,
                                 int first_key, const PrefetchedMaskBias<tiles>& prefetched) {
@@ -81,7 +81,7 @@ CUFLASH_DEVICE void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
                                                 : score.bias_of_row<tiles>(q_idx, lane.key);
       ColumnBits seen;
       if constexpr (edge != Edge::none && Score::has_mask_alone) {
-        seen = prefetched.shown[half];  // within bounds
+        seen = prefetched.shown[half];  // bounds are already applied
       } else if constexpr (edge != Edge::none) {
         seen = score.seen_of_row<tiles>(q_idx, lane.key, keys);
         if constexpr (bounds_as_bits) {

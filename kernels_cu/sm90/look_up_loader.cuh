@@ -1,5 +1,4 @@
-// The warps that bring what a mask or a bias holds for the rows of one warpgroup:
-// sm90/look_ups.cuh.
+// The warps that copy mask or bias values for the rows of one consumer: see sm90/look_ups.cuh.
 #pragma once
 
 #include "sm90/consumer_schedule.cuh"
@@ -11,7 +10,7 @@ struct LookUpLoader {
   const int warpgroup;
   Ring<look_up_stages> ring;
 
-  // All tiles of this thread block, and of each the blocks that the warpgroup walks.
+  // Copies the blocks that the consumer visits, for all tiles of this thread block.
   template <typename Memory>
   CUFLASH_DEVICE void run(Memory& smem) {
 #pragma unroll 1

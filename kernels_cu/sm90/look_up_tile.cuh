@@ -1,5 +1,5 @@
-// What a mask or a bias holds for rows of queries and a block of keys, in shared memory: its rows
-// as they lie, 16 bytes by 16.
+// Tiles of mask or bias values in shared memory, for rows of queries and a block of keys. Rows are
+// copied unchanged in chunks of 16 bytes.
 #pragma once
 
 #include "ptx/cp_async.cuh"
@@ -12,9 +12,9 @@ constexpr bool loads_mask = Config::mask_stages > 0, loads_bias = Config::bias_s
 constexpr bool looks_up = loads_mask || loads_bias;
 static_assert(!(loads_mask && loads_bias), "one of the two");
 
-// Of a mask a byte for each pair. Chunks of 16 bytes are turned within 128 bytes, so that those
-// which the lanes of a warp read at once lie in different banks: of a mask and of 16 bits one chunk
-// of eight rows, of float32 two of four rows.
+// One tile. A mask has one byte for each pair. Chunks of 16 bytes are swizzled within 128 bytes, so
+// that the chunks that a warp reads at once lie in different banks: one chunk of each of eight rows
+// for masks and 16-bit biases, two chunks of each of four rows for float32.
 template <int num_rows>
 struct LookedUp {
   using Value = If<loads_mask, uint8_t, Score::BiasValue>;
@@ -30,7 +30,7 @@ struct LookedUp {
   }
 };
 
-// The first value of an entry, and the distance of its rows.
+// The first value of an entry, and the stride of its rows.
 CUFLASH_DEVICE auto looked_up(const Score& score) {
   if constexpr (loads_mask) {
     return score.params.mask + score.mask_offset;
@@ -42,20 +42,20 @@ CUFLASH_DEVICE int64_t looked_up_row(const ScoreParams& params) {
   return loads_mask ? params.mask_layout.row : params.bias_layout.row;
 }
 
-// A warp that copies such tiles: lanes that are neighbours have chunks that are.
+// The copy of such a tile by a warp. Neighbouring lanes copy neighbouring chunks.
 template <int num_rows>
 struct LookUpCopy {
   using Tile = LookedUp<num_rows>;
   static constexpr int chunks = Tile::row_bytes / 16, lanes = chunks < 32 ? chunks : 32;
   static constexpr int step = 32 / lanes;                     // rows that are copied at once
-  static constexpr int unroll = Score::holds_bounds ? 2 : 4;  // copies: each has an address
+  static constexpr int unroll = Score::holds_bounds ? 2 : 4;  // each copy needs an address
 
   CUFLASH_DEVICE static int own_row() { return ptx::thread_index() % 32 / lanes; }
   CUFLASH_DEVICE static int own_key() { return chunk() * Tile::per_chunk; }
 
-  // `from` is the lane's first value; so many rows from its own on, and keys from its own on,
-  // exist. Of a bias whole chunks are copied, of a mask the bytes that exist, and zeros for all
-  // others.
+  // `from` is the lane's first value. `rows` and `keys` count what exists from the lane's first row
+  // and key on. A chunk of a bias is copied whole if some key of it exists. Of a mask the existing
+  // bytes are copied. All other bytes become zeros.
   template <typename Value>
   CUFLASH_DEVICE static void start(Tile& tile, const Value* from, int64_t row_stride, int rows,
                                    int keys, uint64_t& full) {
@@ -69,7 +69,7 @@ struct LookUpCopy {
                          row < rows ? existing : 0);
     }
     ptx::mbarrier_arrive_after_copies(ptx::shared_address(&full));
-    __syncwarp();  // no lane may be left two phases behind in a wait
+    __syncwarp();  // all lanes are past their wait: see sm90/barrier.cuh
   }
 
  private:

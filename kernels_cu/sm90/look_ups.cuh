@@ -1,10 +1,10 @@
-// What a mask or a bias holds for 64 rows and a block of keys, on its way through shared memory:
-// warp 2 of forward_sm90.cu copies it for the first warpgroup that computes, warp 3 for the second
+// Mask or bias values of 64 rows and a block of keys, through shared memory. Warp 2 of
+// forward_sm90.cu copies them for the first consumer, warp 3 for the second
 // (sm90/look_up_loader.cuh).
 //
-//   barrier      arrivals a phase   what the end of a phase says
-//   full         32 (lanes)         copies of a block are there
-//   empty        4 (warps)          every warp of the warpgroup has read them: copy the next
+//   barrier      arrivals a phase   what the end of a phase means
+//   full         32 (lanes)         copies of a block have arrived
+//   empty        4 (warps)          every warp of the consumer has read the block: copy the next
 #pragma once
 
 #include "schedule/pipeline.cuh"
@@ -21,7 +21,7 @@ using RowsLookedUp = LookedUp<64>;
 
 template <bool are_there>
 struct LookUps {
-  RowsLookedUp block[2][look_up_stages];  // of each warpgroup
+  RowsLookedUp block[2][look_up_stages];  // buffers of each consumer
   uint64_t full[2][look_up_stages], empty[2][look_up_stages];
 
   CUFLASH_DEVICE void init_barriers() {
@@ -38,7 +38,7 @@ struct LookUps<false> {
   CUFLASH_DEVICE void init_barriers() {}
 };
 
-// Raw products of a lane whose pairs a mask hides become -inf.
+// Sets a lane's raw products to -inf for pairs that a mask hides.
 template <int tiles>
 CUFLASH_DEVICE void hide(float (&s_acc)[1][tiles][4], const RowsLookedUp& mask) {
   const int thread = ptx::thread_index(), lane = thread % 32;
@@ -53,7 +53,7 @@ CUFLASH_DEVICE void hide(float (&s_acc)[1][tiles][4], const RowsLookedUp& mask) 
   });
 }
 
-// Raw products of a lane become logits with a bias.
+// Turns a lane's raw products into logits with a bias.
 template <int tiles>
 CUFLASH_DEVICE void add_bias(float (&s_acc)[1][tiles][4], const RowsLookedUp& bias,
                              const Score& score) {
@@ -85,7 +85,7 @@ CUFLASH_DEVICE void add_bias(float (&s_acc)[1][tiles][4], const RowsLookedUp& bi
   }
 }
 
-// What comes for the next block of a warpgroup: a mask hides products, a bias makes them logits.
+// Applies the values of a consumer's next block: a mask hides products, a bias makes them logits.
 template <typename Memory, int tiles>
 CUFLASH_DEVICE void apply_look_up(float (&s_acc)[1][tiles][4], Memory& memory, int warpgroup,
                                   Ring<look_up_stages>& ring, const Score& score) {

@@ -1,4 +1,4 @@
-// The two products of attention, warpgroup by warpgroup, on tiles that TMA brought.
+// The two products of attention, warpgroup by warpgroup, on tiles that TMA has loaded.
 #pragma once
 
 #include "numeric.cuh"
@@ -11,10 +11,10 @@ namespace cuflash {
 
 using ptx::Major;
 
-// A matrix of 16-bit elements in shared memory as panels of 64 columns, of 8-bit ones of 128
-// columns; a row of a panel is 128 bytes, and the 16-byte chunk c of row r lies at chunk c ^ (r %
-// 8), as in smem_tile.cuh. Columns past the last whole panel are loaded (as zeros where the tensor
-// ends) and not multiplied.
+// A matrix in shared memory as panels of 64 columns of 16-bit elements, or of 128 columns of 8-bit
+// elements. A row of a panel is 128 bytes, and the 16-byte chunk c of row r lies at chunk c ^ (r %
+// 8), as in smem_tile.cuh. TMA fills the last panel past the tile's width as well (with zeros past
+// the end of the tensor), but these columns are not multiplied.
 template <int rows_, int columns_>
 struct PanelTile {
   static constexpr int rows = rows_;
@@ -32,28 +32,30 @@ struct PanelTile {
     return row * 128 + ((chunk ^ (row & 7)) << 4);
   }
 
-  // As an operand whose columns are summed: Q and K in Q K^T.
+  // Descriptor of an operand whose columns are summed: Q and K in Q K^T.
   CUFLASH_DEVICE uint64_t k_major(int first_row = 0) const {
     return ptx::smem_descriptor(ptx::shared_address(data) + first_row * 128, 16);
   }
 
-  // As an operand whose rows are summed: V in P V. The leading offset leads to the next panel.
+  // Descriptor of an operand whose rows are summed: V in P V. The leading offset is from one panel
+  // to the next.
   CUFLASH_DEVICE uint64_t mn_major(int first_row = 0, int first_panel = 0) const {
     return ptx::smem_descriptor(
         ptx::shared_address(data) + first_row * 128 + first_panel * panel_bytes, panel_bytes);
   }
 };
 
-// An accumulator of 64 rows as the registers of one instruction; see fragment.cuh for who holds
-// what: warp w of the warpgroup has rows 16 w to 16 w + 15.
+// An accumulator of 64 rows as the registers of one instruction. Warp w of the warpgroup has rows
+// 16 w to 16 w + 15, which its lanes hold as in fragment.cuh.
 template <int tiles>
 CUFLASH_DEVICE float (&flat(float (&acc)[1][tiles][4]))[4 * tiles] {
   return reinterpret_cast<float (&)[4 * tiles]>(acc);
 }
 
 // Calls multiply(columns, panel) for the columns of acc that one instruction takes at a time, and
-// the first panel of B that holds them. ptxas wants all registers of an instruction to be among
-// those that a thread starts with: of 16 warps they do not hold 256 columns. (D83)
+// the first panel of B that holds them. ptxas requires that all registers of an instruction are
+// among the registers that a thread has at launch. With 16 warps these hold fewer than 256 columns.
+// (D83)
 template <int tiles, typename Multiply>
 CUFLASH_DEVICE void for_columns(float (&acc)[1][tiles][4], Multiply multiply) {
   constexpr int parts = Config::num_warps > 12 && tiles == 32 ? 2 : 1;
@@ -63,7 +65,7 @@ CUFLASH_DEVICE void for_columns(float (&acc)[1][tiles][4], Multiply multiply) {
   });
 }
 
-// Starts acc = A . B^T, of as many rows of B as acc has columns.
+// Starts acc = A . B^T, for as many rows of B as acc has columns.
 template <typename ATile, typename BTile, int tiles>
 CUFLASH_DEVICE void start_transposed_product(float (&acc)[1][tiles][4], uint64_t a, uint64_t b) {
   static_assert(tiles <= BTile::rows / 8 && ATile::columns == BTile::columns, "shapes");
@@ -81,7 +83,7 @@ CUFLASH_DEVICE void start_transposed_product(float (&acc)[1][tiles][4], uint64_t
   });
 }
 
-// The same with A in registers.
+// Starts acc = A . B^T with A in registers.
 template <typename BTile, int tiles, int steps>
 CUFLASH_DEVICE void start_transposed_product(float (&acc)[1][tiles][4],
                                              uint32_t (&a_frag)[1][steps][4], uint64_t b) {
@@ -97,7 +99,7 @@ CUFLASH_DEVICE void start_transposed_product(float (&acc)[1][tiles][4],
   ptx::pin(a_registers);
 }
 
-// Reads 64 rows of a tile as such an operand, by a warpgroup.
+// Reads 64 rows of a tile as the operand A in registers. Called by a warpgroup.
 template <typename Tile, int steps>
 CUFLASH_DEVICE void read_operand(uint32_t (&frag)[1][steps][4], const Tile& tile, int first_row) {
   const uint32_t thread = ptx::thread_index() % 128, lane = thread % 32;
@@ -109,8 +111,8 @@ CUFLASH_DEVICE void read_operand(uint32_t (&frag)[1][steps][4], const Tile& tile
   }
 }
 
-// Starts acc = A^T . B, or acc += where it `accumulates`, of one panel of A and as many of B as acc
-// has columns, whose rows are summed.
+// Starts acc = A^T . B, or acc += A^T . B if `accumulates`, for one panel of A and as many columns
+// of B as acc has. The rows of both are summed.
 template <typename ATile, typename BTile, int tiles>
 CUFLASH_DEVICE void start_panel_product(float (&acc)[1][tiles][4], uint64_t a, uint64_t b,
                                         bool accumulates = false) {
@@ -123,7 +125,7 @@ CUFLASH_DEVICE void start_panel_product(float (&acc)[1][tiles][4], uint64_t a, u
   });
 }
 
-// Starts acc += A . B, of one panel of A, whose columns are summed, and rows of B.
+// Starts acc += A . B, which sums over the columns of one panel of A and the rows of B.
 template <typename ATile, typename BTile, int tiles>
 CUFLASH_DEVICE void start_shared_product(float (&acc)[1][tiles][4], uint64_t a, uint64_t b) {
   static_assert(ATile::columns == 64 && BTile::rows == 64 && tiles == BTile::columns / 8, "shapes");
@@ -137,8 +139,8 @@ CUFLASH_DEVICE void start_shared_product(float (&acc)[1][tiles][4], uint64_t a, 
   });
 }
 
-// Starts acc = A . B of e4m3: A in registers, columns of B in the rows of a tile; of the steps by
-// 32, those from `first` on.
+// Starts acc = A . B of e4m3, with A in registers and the columns of B as rows of a tile, for
+// `count` steps of 32 from step `first` on.
 template <typename BTile, int first, int count, int tiles, int steps>
 CUFLASH_DEVICE void start_product_e4m3(float (&acc)[1][tiles][4], uint32_t (&a_frag)[1][steps][4],
                                        uint64_t b) {
@@ -153,7 +155,7 @@ CUFLASH_DEVICE void start_product_e4m3(float (&acc)[1][tiles][4], uint32_t (&a_f
   ptx::pin(a_registers);
 }
 
-// Starts acc += A . B, A in registers; of the steps by 16, those from `first` on.
+// Starts acc += A . B with A in registers, for `count` steps of 16 from step `first` on.
 template <typename BTile, int first = 0, int count = BTile::rows / 16, int tiles, int steps>
 CUFLASH_DEVICE void start_product(float (&acc)[1][tiles][4], uint32_t (&a_frag)[1][steps][4],
                                   uint64_t b) {

@@ -1,6 +1,6 @@
-// What two thread blocks of a cluster share that compute a tile of keys
-// (backward_pair_sm90.cu): shared memory and its barriers, the tile, and the order of blocks of
-// queries.
+// What the two thread blocks of a cluster share that compute one tile of keys
+// (backward_pair_sm90.cu): the layout of shared memory, mbarriers, the tile, and the order of
+// blocks of queries.
 #pragma once
 
 #include "ptx/cluster.cuh"
@@ -11,18 +11,19 @@
 namespace cuflash {
 
 constexpr int tile_keys = 2 * Config::block_n;
-// Columns of dq are halved: whole panels, and where their number is odd half of the middle one.
+// Each thread block has half of the columns of dq: whole panels and, if the number of panels is
+// odd, half of the middle one.
 constexpr int whole_panels = Config::head_dim / 128;
 constexpr bool shares_middle = Config::head_dim % 128 != 0;
 static_assert(Score::is_plain, "others take registers");
 static_assert(Config::block_m == 64 && Config::block_n == 64, "a warpgroup computes all scores");
 static_assert(Config::head_dim % 64 == 0 && Config::head_dim_v % 64 == 0, "whole panels");
 
-// Does shared memory have room for what a block adds to dq? Else it is added from registers.
+// Does shared memory have room to stage dq of a block? If not, dq is added from registers.
 constexpr bool stages_dq = Config::head_dim < 256;
 static_assert(stages_dq || !shares_middle, "registers add whole panels");
 
-// What a block adds to the own columns of dq, as in its sums: whole panels before the middle one.
+// Our staged columns of dq, in the layout of the sums: whole panels, then the middle one.
 struct StagedDq {
   alignas(128) float sums[64 * Config::head_dim / 2];
   uint64_t full[writers], empty[writers];
@@ -41,7 +42,7 @@ struct StagedDq {
   }
 };
 
-// Where registers hold it: whose turn it is to add.
+// If registers add dq: passes the turn to them and back.
 struct TurnToAdd {
   uint64_t come, taken;
 
@@ -55,16 +56,16 @@ struct SharedMemory : DkvSharedMemory {
   using DsTile = PanelTile<64, 64>;  // ds^T: rows are keys
   using OtherKTile = PanelTile<64, Config::head_dim / 2>;
 
-  OtherKTile other_k;  // the keys of the other thread block, the columns of dq that are ours
+  OtherKTile other_k;  // keys of the other thread block, only our columns of dq
   DsTile ds, other_ds;
   If<stages_dq, StagedDq, TurnToAdd> dq;
   uint64_t rows_raw[Config::num_stages];
   uint64_t ds_full, other_full, ds_empty;
-  uint32_t broken[4];  // rows of dk that came out non-finite, of each warp, as bits
-  int tile;            // of the first thread block: what both compute
+  uint32_t broken[4];  // bit mask of the non-finite rows of dk of each warp
+  int tile;            // read from the first thread block: the tile of both
 };
 
-// By one thread, before any other touches a barrier.
+// Called by one thread, before any other thread uses an mbarrier.
 CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   for (int i = 0; i < Config::num_stages; ++i) {
     init(smem.full[i], 32);
@@ -80,7 +81,7 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   ptx::fence_mbarrier_init();
 }
 
-// The panels of q, k and dq that this thread block alone has.
+// The first of the whole panels of k and dq that only this thread block multiplies and adds.
 CUFLASH_DEVICE int first_whole_panel() {
   return ptx::cluster_rank() * (whole_panels + shares_middle);
 }
@@ -92,7 +93,7 @@ CUFLASH_DEVICE void arrive_at_other_if(uint64_t& barrier, bool mine) {
       ptx::shared_address_of(other_rank(), ptx::shared_address(&barrier)), mine);
 }
 
-// The tile of the two; `first_key` is the own, `tile_key` the first of both.
+// The tile of both thread blocks: `keys` are ours, `tile_key` is the first key of both.
 struct Work {
   KeyTile keys;
   int tile_key;
@@ -103,11 +104,11 @@ struct Work {
     return {KeyTile::of(params, tile.owner, 0, tile_key + rank * Config::block_n), tile_key};
   }
   CUFLASH_DEVICE Range tile() const { return {tile_key, tile_key + tile_keys}; }
-  // Which of the sums of dq the tile adds to.
+  // The number of the sum of dq to which the tile adds.
   CUFLASH_DEVICE int sum(const BackwardParams& params) const {
     return tile_key / tile_keys % params.dq_sums;
   }
-  // How many tiles add to that of this block of queries before this one.
+  // How many tiles add to this sum of a block of queries before this tile.
   CUFLASH_DEVICE int turn(const BackwardParams& params, const Score& score, int block) const {
     const int first_row = block * Config::block_m;
     const int first_block = score.kv_blocks(first_row, first_row + Config::block_m).begin;
@@ -118,8 +119,8 @@ struct Work {
   }
 };
 
-// Calls visit(score, entry_index, block, masked) for each block of queries, in the order of all
-// roles, and finish() after the blocks of an entry.
+// Calls visit(score, entry_index, block, masked) for each block of queries, in the same order for
+// all roles, and finish() after the blocks of an entry.
 template <typename Visit, typename Finish>
 CUFLASH_DEVICE void walk_blocks(const BackwardParams& params, const Work& work, Visit visit,
                                 Finish finish) {

@@ -1,5 +1,5 @@
-// The warp of backward_pair_sm90.cu that loads: its keys, and half of the columns of q and dout for
-// both thread blocks.
+// The loading warp of backward_pair_sm90.cu: it loads k and v of its thread block, and half of the
+// columns of q and dout for both thread blocks.
 #pragma once
 
 #include "sm90/pair.cuh"
@@ -10,7 +10,7 @@ struct Producer {
   const BackwardSm90Params& params;
   SharedMemory& smem;
   Ring<Config::num_stages> ring;
-  uint32_t raw_parity = 0;  // of the next use of rows_raw, stages as bits
+  uint32_t raw_parity = 0;  // bit i: parity of the next phase of rows_raw[i]
 
   CUFLASH_DEVICE void run(const Work& work) {
     load_keys(work);
@@ -25,7 +25,7 @@ struct Producer {
     }
   }
 
-  // Every second panel, for both. Both thread blocks clear rows that saw nothing.
+  // Loads every second panel, for both thread blocks. Each of them clears rows that saw no key.
   template <typename RowsTile>
   CUFLASH_DEVICE void start_rows(RowsTile& tile, const ptx::TensorMap& map, const Layout& layout,
                                  const BatchIndex& entry, int first_row, uint64_t& full) const {
@@ -60,13 +60,13 @@ struct Producer {
       int batch[3];
       map_coordinates(batch, entry, params.k_layout);
 #pragma unroll
-      for (int i = 0; i < whole_panels + shares_middle; ++i) {  // the middle one behind the others
+      for (int i = 0; i < whole_panels + shares_middle; ++i) {  // the middle panel comes last
         const int panel = i < whole_panels ? first_whole_panel() + i : whole_panels;
         ptx::tma_load(ptx::shared_address(smem.other_k.data[i]), params.k_map,
                       ptx::shared_address(&full), 64 * panel, first_k + work.other_key(), batch);
       }
     }
-    __syncwarp();  // no lane may be left two phases behind in a wait
+    __syncwarp();  // all lanes are past their wait: see sm90/barrier.cuh
     if (clears) {
       wait(smem.raw, 0);
       clear_unseen(smem.k, seen, work.keys.first_key, first_k);
@@ -83,8 +83,8 @@ struct Producer {
     clear_outside(tile, {max(seen.begin - first_key, 0), seen.end - first_key}, loaded);
   }
 
-  // Keys that a query of some entry may see: where a product sums over keys, 0 * NaN of another
-  // would count.
+  // Keys that a query of some entry may see. No other key may reach a product that sums over keys:
+  // 0 * NaN is NaN.
   CUFLASH_DEVICE Range seen_keys(const Work& work) const {
     Range seen{work.tile().end, work.tile().begin};
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// The warps of backward_pair_sm90.cu that wait until it is a tile's turn to add to dq, and until
-// all can see what was added: who multiplies has something else to do.
+// The warps of backward_pair_sm90.cu that wait for a tile's turn to add to dq, and until all can
+// see the sums, so that the warpgroup that multiplies need not poll global memory.
 #pragma once
 
 #include "sm90/dq_writer.cuh"
@@ -7,7 +7,7 @@
 
 namespace cuflash {
 
-// What the tile adds to a block of queries of its owner's `index`-th entry.
+// One addition of the tile to a block of queries of its owner's `index`-th entry.
 struct Addition {
   DqAccum sums;
   DqSemaphore turns;
@@ -22,10 +22,11 @@ struct Addition {
         turn(work.turn(params, score, block)) {}
 
   CUFLASH_DEVICE int slices() const { return sums.slices(block, 0); }
-  CUFLASH_DEVICE int place() const { return 2 * block + ptx::cluster_rank(); }  // of its turn
+  CUFLASH_DEVICE int place() const { return 2 * block + ptx::cluster_rank(); }  // index of its turn
 };
 
-// Adds what is staged. Of all blocks, writer w has number w and every second one from there.
+// Adds staged columns to the sums. Of all blocks in turn, writer w adds block w and every second
+// block after it.
 struct Writer {
   const BackwardSm90Params& params;
   StagedDq& dq;
@@ -42,7 +43,7 @@ struct Writer {
           ring.advance();
         },
         [] {});
-    ptx::tma_store_wait();  // shared memory may end
+    ptx::tma_store_wait();  // the thread block must not end before its stores are complete
   }
 
  private:
@@ -66,7 +67,7 @@ struct Writer {
   }
 };
 
-// Tells who adds from registers whose turn it is.
+// Tells the warpgroup that adds from registers when its turn has come, and passes the turn on.
 struct TurnKeeper {
   const BackwardSm90Params& params;
   TurnToAdd& dq;
@@ -89,7 +90,7 @@ struct TurnKeeper {
   }
 };
 
-// Warps of the first warpgroup that do not load, a thread of each.
+// Called by one thread of each warp of the first warpgroup that does not load.
 CUFLASH_DEVICE void wait_for_turns(const BackwardSm90Params& params, const Work& work, int warp,
                                    StagedDq& dq) {
   if (warp == 1 || warp == 2) Writer{params, dq, warp - 1u}.run(work);

@@ -1,4 +1,4 @@
-// The warp that draws tiles and loads q, k and v for the warpgroups that compute.
+// The warp that draws tiles and loads q, k and v for the consumers.
 #pragma once
 
 #include "ptx/sync.cuh"
@@ -20,15 +20,15 @@ struct Producer {
   int turn;  // counts draws
   Work work;
 
-  // Needs no barrier.
+  // Uses no mbarrier, and so may run before they are initialised.
   CUFLASH_DEVICE void find_first_tile() {
     if (lane_index() < 4) ptx::prefetch_tensor_map((&params.q_map)[lane_index()]);
     work = work_of(blockIdx.x);
   }
 
-  // All tiles of this thread block; the whole warp comes along, its first lane issues.
+  // Loads all tiles of this thread block. The whole warp runs this code, its first lane issues.
   CUFLASH_DEVICE void run() {
-    // A single q is free only when the tile before is done, a second one long before k.
+    // A single buffer of q is free only after the previous tile, a second one long before k.
     if (stages_out && work.first_row >= 0) load_q();
     publish();
 #pragma unroll 1
@@ -37,7 +37,7 @@ struct Producer {
       const Range rows{work.first_row, work.first_row + Config::block_m};
       const BlockRanges blocks = score.kv_blocks(rows.begin, rows.end);
       VisitedBlocks<Walk::keys> visited(score, blocks, rows);
-      const Range seen = score.kv_range(0, score.seqlen.rows_q);  // by any row of this entry
+      const Range seen = score.kv_range(0, score.seqlen.rows_q);  // seen by any row of this entry
       const BatchIndex entry = work.entry;
       const int first_k = score.seqlen.first_k;
       const KeyPages<Config::paged> pages(params, entry);
@@ -55,7 +55,7 @@ struct Producer {
         block = next;
         box = next_box;
         next = after;
-        next_box = pages.look_up(params, next * Config::block_n);  // no buffer is waited for yet
+        next_box = pages.look_up(params, next * Config::block_n);  // before waiting for its buffer
         after = visited.next_before(after);
       }
       const int drawn = draw();
@@ -76,8 +76,8 @@ struct Producer {
   }
 
  private:
-  // Drawn early, longest first loses its balance. But with two buffers, all of them taken, the next
-  // tile has to be known when the last v is loaded, so that its q and k follow at once.
+  // Tiles drawn early lose the balance of longest first. But with two buffers, both in use, the
+  // next tile must be known when the last v is loaded, so that its q and k follow at once.
   static constexpr bool draws_early = Config::num_stages == 2;
 
   CUFLASH_DEVICE void publish() {
@@ -88,7 +88,7 @@ struct Producer {
     work_ring.advance();
   }
 
-  // The tile of an index, or of the first one drawn next that has rows.
+  // The tile of an index or, if that has no rows, the next drawn tile that has rows.
   CUFLASH_DEVICE Work work_of(int index) {
     Work found(params, index, order);
     if constexpr (is_packed) {
@@ -100,15 +100,15 @@ struct Producer {
     return found;
   }
 
-  // In lane 0.
+  // Draws an index in lane 0. The other lanes return 0.
   CUFLASH_DEVICE int draw() {
     if (lane_index() != 0) return 0;
     if (params.tile_counter != nullptr) {
-      // Every thread block draws once past the end, as many in all as there are tiles: the last
-      // draw leaves 0 for the next launch.
+      // Every thread block draws once past the end, so that all draws are as many as the tiles: the
+      // last draw resets the counter to 0 for the next launch.
       return atomicInc(params.tile_counter, Work::num_tiles(params) - 1) + gridDim.x;
     }
-    // Back and forth over the longest-first list, which evens out what falls along it.
+    // Back and forth over the longest-first list, which evens out the falling lengths.
     ++turn;
     return turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
   }
@@ -124,7 +124,7 @@ struct Producer {
     q_ring.advance();
   }
 
-  // A block of keys of an entry whose first is row `first_k` of the array.
+  // Loads a block of keys of an entry. Key 0 of the entry is row `first_k` of the array.
   template <typename Pages>
   CUFLASH_DEVICE void load_k(const BatchIndex& entry, int first_k, int block, const Pages& pages,
                              const typename Pages::Box& box) {
@@ -139,8 +139,8 @@ struct Producer {
     k_ring.advance();
   }
 
-  // Rows outside `seen` must not reach p v, where 0 * NaN would count. Past the end of the tensor
-  // TMA brings zeros; what lies before it is cleared here.
+  // Loads a block of v. Rows outside `seen` must not reach p v, where 0 * NaN is NaN. TMA writes
+  // zeros past the end of the tensor, and this function clears the other rows outside `seen`.
   template <typename Pages>
   CUFLASH_DEVICE void load_v(const BatchIndex& entry, int first_k, int block, Range seen,
                              const Pages& pages, const typename Pages::Box& box) {
@@ -165,19 +165,19 @@ struct Producer {
       ptx::fence_async_proxy();
       arrive_as_readers(to.v_full[stage], true);
     } else if constexpr (reader_arrivals > 1) {
-      arrive_if(to.v_full[stage], lane_index() > 0);  // lane 0 has expected the bytes
+      arrive_if(to.v_full[stage], lane_index() > 0);  // lane 0 arrived with the expected bytes
     }
     v_ring.advance();
   }
 
-  // A block of k or v in pages.
+  // Loads a block of k or v from pages.
   template <typename Tile>
   CUFLASH_DEVICE void load_box(Tile& tile, const ptx::TensorMap& map, const PageAxes& axes,
                                const KeyPages<true>::Box& box, uint64_t& full) {
     if (lane_index() == 0) ptx::mbarrier_arrive_expect(ptx::shared_address(&full), Tile::bytes);
-    __syncwarp();  // the bytes of all lanes are expected
+    __syncwarp();  // the mbarrier expects the bytes of all lanes
     start_load_of_pages(tile, map, axes, params, box, full);
-    __syncwarp();  // as below
+    __syncwarp();  // as in load()
   }
 
   template <typename Tile>
@@ -187,7 +187,7 @@ struct Producer {
       ptx::mbarrier_arrive_expect(ptx::shared_address(&full), Tile::bytes);
       start_load(tile, map, layout, entry, first_row, full);
     }
-    __syncwarp();  // no lane may be left two phases behind in a wait
+    __syncwarp();  // all lanes are past their wait: see sm90/barrier.cuh
   }
 };
 

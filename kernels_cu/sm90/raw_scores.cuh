@@ -1,4 +1,4 @@
-// Products q k^T of 16 rows once more, by one warp alone, from global memory.
+// Products q k^T of 16 rows, computed again by one warp from global memory.
 #pragma once
 
 #include "sm90/logits.cuh"
@@ -8,9 +8,9 @@
 namespace cuflash {
 
 struct RawScores {
-  const RowSource queries;  // of one entry
+  const RowSource queries;  // queries of one entry
   const KeySource<Config::paged> keys;
-  int first_row, last_row;  // rows from last_row on are like that one
+  int first_row, last_row;  // rows behind last_row repeat it
 
   CUFLASH_DEVICE RawScores(const ForwardParams& params, const BatchIndex& entry,
                            const Seqlen& seqlen, int warp_row)
@@ -20,7 +20,7 @@ struct RawScores {
         first_row(warp_row),
         last_row(seqlen.q - 1) {}
 
-  // Of eight keys, all of which exist.
+  // Products with eight keys, all of which exist.
   CUFLASH_DEVICE void of_keys(float (&acc)[4], int first_key) const {
     const int row = first_row + lane_index() / 4;
     const Element* upper = queries.data + min(row, last_row) * queries.row_stride;
@@ -42,7 +42,7 @@ struct RawScores {
   }
 
  private:
-  // Two neighbouring elements of a row, e4m3 as float16; zeros past its true width.
+  // Two neighbouring elements of a row (e4m3 as float16), with zeros past the true width.
   CUFLASH_DEVICE uint32_t pair(const Element* row, int column) const {
     const uint32_t low = column < queries.num_columns ? row[column] : 0;
     const uint32_t high = column + 1 < queries.num_columns ? row[column + 1] : 0;
@@ -51,8 +51,8 @@ struct RawScores {
   }
 };
 
-// Weights of a full block from scores that are multiplied again, for rows of a warp that lost
-// theirs. Those of other rows, and their bits, stay.
+// Computes weights of a full block from scores that are multiplied again, for the rows of a warp
+// that are `lost`. The weights of other rows keep their bits.
 template <int tiles, int out_tiles>
 CUFLASH_DEVICE void recompute_weights(float (&s_acc)[1][tiles][4], float (&o_acc)[1][out_tiles][4],
                                       SplitSoftmax& softmax, const bool (&lost)[2],
@@ -62,7 +62,7 @@ CUFLASH_DEVICE void recompute_weights(float (&s_acc)[1][tiles][4], float (&o_acc
   const auto applied = [&](float product, int t, int i) {
     int q_idx = lane.row + 8 * (i / 2);
     const int kv_idx = lane.key + 8 * t + i % 2;
-    if constexpr (Score::may_hide_rows) {  // look-ups are of rows that exist
+    if constexpr (Score::may_hide_rows) {  // only existing rows may be looked up
       q_idx = min(q_idx, score.seqlen.q - 1);
       if (!score.sees(q_idx, kv_idx)) return -infinity();
     }

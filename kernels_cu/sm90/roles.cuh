@@ -1,4 +1,4 @@
-// What the gradient kernels of Hopper share.
+// Register counts and roles that the Hopper gradient kernels share.
 #pragma once
 
 #include "ptx/sync.cuh"
@@ -7,15 +7,15 @@
 
 namespace cuflash {
 
-// Of a thread; their sum over all warpgroups is what the thread block was given at its start.
+// Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
 constexpr int producer_registers = Config::num_warps < 16 ? 24 : 32;
 constexpr int consumer_registers = Config::num_warps < 16 ? 240 : 160;
 
-// A thread block: its first warp loads what the warpgroups behind its own compute with.
+// Runs a thread block: its first warp is the producer, and the warpgroups after the first consume.
 template <typename Producer, typename Consumer, typename Params, typename SharedMemory>
 CUFLASH_DEVICE void run_roles(const Params& params, SharedMemory& smem) {
   if (threadIdx.x == 0) init_barriers(smem);
-  __syncthreads();  // the barriers are there
+  __syncthreads();  // all mbarriers are initialised
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   if (warp < 4) {
     ptx::setmaxnreg_dec<producer_registers>();

@@ -1,21 +1,22 @@
-// What the warps of one thread block share: tiles of q, k and v, barriers, the current work.
+// Shared memory of the Hopper forward: tiles of q, k and v, mbarriers and the current work.
 //
-//   barrier      arrivals a phase   what the end of a phase says
-//   q_full       1 + bytes          q is there
+//   barrier      arrivals a phase   what the end of a phase means
+//   q_full       1 + bytes          q has arrived
 //   q_empty      1 or consumers     q was read and, if out is staged in it, stored: load the next
-//   k/v_full     1* + bytes         k or v of a block is there; transposers where these bring v
-//   k/v_empty    consumers          every warpgroup has multiplied with it: load the next
-//   v_raw        1 + bytes          v of a block is there, with rows to be cleared
-//   rows.v_full  1* + bytes         of e4m3: v of a block is there in rows
-//   rows.v_empty transposers        it was transposed into the ring of v: load the next
+//   k/v_full     1* + bytes         k or v of a block has arrived (e4m3 v: `transposers` arrivals)
+//   k/v_empty    consumers          every warpgroup has multiplied with the block: load the next
+//   v_raw        1 + bytes          v of a block has arrived, and some rows must be cleared
+//   rows.v_full  1* + bytes         e4m3: v of a block has arrived, before its transposition
+//   rows.v_empty transposers        this v was transposed into the ring of v: load the next
 //   o_full       4 (warps)          64 rows of out are staged: store them
 //   work_full    1                  the next tile is drawn
-//   work_empty   readers (warps)    every reader has a copy: draw the next
-//   never        -                  nobody waits: see Consumer::next_block
+//   work_empty   readers (warps)    every reader has a copy of the tile: draw the next
+//   never        -                  no thread waits: see tie() in sm90/weights.cuh
 //
-// * of v, where rows may be cleared: `reader_arrivals`.
-// Named barriers: `turn` passes the right to start products from warpgroup to warpgroup, so that
-// the softmax of one runs under the products of the next; `together` joins one warpgroup.
+// * v has `reader_arrivals` instead of 1, because the warp may clear rows.
+// Named barriers: `turn` passes the right to start products from warpgroup to warpgroup
+// (ping-pong), so that the softmax of one runs under the products of the next. `together` joins the
+// threads of one warpgroup.
 #pragma once
 
 #include "schedule/pipeline.cuh"
@@ -28,10 +29,10 @@
 namespace cuflash {
 
 constexpr int consumers = Config::block_m / 64;  // warpgroups, of 64 rows each
-// With two q tiles, results are staged in the one that was read while the other is under way; with
-// one, or where they are wider than q, they go to global memory directly.
+// With two buffers of q, out is staged in the buffer that was read while the other one is loaded.
+// With one buffer, or if out is wider than q, out goes from registers to global memory.
 constexpr bool stages_out = Config::num_q_stages == 2 && Config::out_dtype == Config::dtype;
-// Products of e4m3 sum what is contiguous: so many warps make rows of the columns of v.
+// Warps that transpose v of e4m3, whose products sum only contiguous elements.
 constexpr int transposers = is_fp8 ? 3 : 0;
 constexpr int first_turn = 1, first_together = first_turn + consumers;  // 0 is __syncthreads
 static_assert(Config::num_threads == 128 * (consumers + 1), "one producer warpgroup");
@@ -39,7 +40,7 @@ static_assert(!Config::split_keys || !is_packed, "a thread block has one part of
 
 // One tile of queries.
 struct Work {
-  int first_row;  // of its sequence; negative: no tile is left
+  int first_row;  // within its sequence; negative: no tile is left
   BatchIndex entry;
 
   Work() = default;
@@ -48,7 +49,7 @@ struct Work {
     if (index >= num_tiles(params)) first_row = -1;
   }
 
-  // Are there rows of this index?
+  // Does the tile have rows? Some indices of packed sequences have none.
   CUFLASH_DEVICE bool exists() const { return !is_packed || entry.sequence() >= 0; }
 
   CUFLASH_DEVICE static int num_tiles(const ForwardSm90Params& params) {
@@ -63,7 +64,7 @@ struct Work {
         entry(params.batch, KeyPart::owner(params, owner), place.sequence) {}
 };
 
-// Where v of e4m3 lands, before it is transposed.
+// Buffers of v of e4m3 before its transposition.
 template <bool are_there>
 struct RowsOfV {
   PanelTile<Config::block_n, Config::head_dim_v> v[Config::num_stages];
@@ -94,7 +95,7 @@ struct SharedMemory {
   SlopeTiles<numbers_keys> slopes;
 };
 
-// Where TMA brings v.
+// The struct with the buffers to which TMA writes v.
 template <typename Memory>
 CUFLASH_DEVICE auto& landing_of_v(Memory& smem) {
   if constexpr (is_fp8) {
@@ -104,7 +105,7 @@ CUFLASH_DEVICE auto& landing_of_v(Memory& smem) {
   }
 }
 
-// By one thread, before any other touches a barrier.
+// Called by one thread, before any other thread uses an mbarrier.
 CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   for (int i = 0; i < Config::num_q_stages; ++i) {
     init(smem.q_full[i], 1);
@@ -131,8 +132,8 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   ptx::fence_mbarrier_init();
 }
 
-// The next tile of this thread block, as the producer drew it; each reading warp asks once. Its
-// first lane reads for all and vouches for what it read, once all are past their wait.
+// Receives the next tile of this thread block from the producer. Every reading warp calls this once
+// for each tile. Its first lane reads for all lanes, and arrives once all are past their wait.
 CUFLASH_DEVICE Work receive_work(SharedMemory& smem, const Ring<2>& ring) {
   const int stage = ring.stage();
   wait(smem.work_full[stage], ring.full_parity());

@@ -1,9 +1,10 @@
-// Slopes of a full block on one side of the diagonal: what they add from key to key is one more
-// step of q k^T. The columns of a q hold the slope, over the scale, and those of a k its number.
+// Slopes in a full block on one side of the diagonal: the term that depends on the key is one more
+// step of q k^T. The columns of q in this step hold slope / scale, and the columns of k hold the
+// number n of the key in its block.
 //
 //   q k^T + [high middle low] [n n n]^T       high + middle + low = slope / scale, 16 bits each
 //
-// What is left of |q + offset - k| is the same for all keys of a row: RowExponents::shift.
+// The rest of |q + offset - k| does not depend on the key: RowExponents::shift adds it per row.
 #pragma once
 
 #include "score/score.cuh"
@@ -11,11 +12,12 @@
 
 namespace cuflash {
 
-// Even where other options leave no registers for their use.
+// True even if other options leave no registers to use the numbers.
 constexpr bool numbers_keys = Score::has_slopes && Config::head_dim <= 128;
 
-// Numbers of a block's keys in rows that are summed, 0 in all but three; and of each warpgroup the
-// columns of q, alike in all of its rows: eight serve for 64.
+// The operands of this step. `numbers` holds the numbers of a block's keys in three of the 16 rows
+// that are summed, and 0 in the others. `columns` holds the columns of q for each warpgroup: they
+// are equal in all its 64 rows, so that eight rows are enough.
 template <bool are_there>
 struct SlopeTiles {
   using Numbers = PanelTile<16, Config::block_n>;
@@ -25,7 +27,7 @@ struct SlopeTiles {
   Numbers numbers;
   Columns columns[Config::block_m / 64];
 
-  // By a warp, before wgmma reads them.
+  // Called by one warp, before wgmma reads the numbers.
   CUFLASH_DEVICE void write_numbers() {
     constexpr int pairs = Numbers::num_panels * 32;  // of a row
     for (int i = lane_index(); i < 16 * pairs; i += 32) {
@@ -37,7 +39,8 @@ struct SlopeTiles {
     ptx::fence_async_proxy();
   }
 
-  // By eight lanes: 16 columns for keys before what slopes count from, and 16 for keys behind it.
+  // Called by eight lanes, one for each row: 16 columns for keys before q + offset, then 16 columns
+  // for keys behind it.
   CUFLASH_DEVICE void write_columns(int warpgroup, int row, const Score& score) {
     const auto rounded = [](float x) { return to_real<Config::dtype>(pack<Config::dtype>(x, 0)); };
     const float step = score.slope / score.scale();
@@ -53,11 +56,13 @@ struct SlopeTiles {
     ptx::fence_async_proxy();
   }
 
-  // Starts acc += slopes.
+  // Starts acc += the term of the slopes.
   template <int tiles>
   CUFLASH_DEVICE void start_product(float (&acc)[1][tiles][4], int warpgroup,
                                     bool are_before) const {
-    constexpr uint64_t row_groups = 0x3fffull << 32;  // their distance: 0, all are one
+    // The descriptor's stride between groups of eight rows becomes 0: all groups read the same
+    // rows.
+    constexpr uint64_t row_groups = 0x3fffull << 32;
     const uint64_t a = (columns[warpgroup].k_major() & ~row_groups) + (are_before ? 0 : 2);
     ptx::wgmma_group(flat(acc), [&] {
       ptx::wgmma_ss<Major::k, Major::mn>(flat(acc), a, numbers.mn_major(), 1);

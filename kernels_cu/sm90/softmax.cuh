@@ -1,37 +1,37 @@
-// Maximum and sum of a row in the pieces that the schedule of Hopper needs.
+// The online softmax in the separate steps that the schedule of Hopper needs.
 #pragma once
 
 #include "score/softmax.cuh"
 
 namespace cuflash {
 
-// e4m3 holds numbers up to 448 and loses bits below 2^-6: its weights are 2^8 times what they are
-// against the row's reference, which scores may exceed by a factor of 2^most_growth. Weights of 16
-// bits are not scaled, and that factor is 2^8.
+// e4m3 holds numbers up to 448 and loses bits below 2^-6. Its weights, relative to the reference of
+// their row, are therefore multiplied by 2^8, and may exceed the reference by a factor of
+// 2^most_growth. 16-bit weights are not scaled, and that factor is 2^8.
 constexpr float weight_exponent = is_fp8 ? 8.0f : 0.0f, weight_unit = is_fp8 ? 0x1p-8f : 1.0f;
 constexpr float most_growth = is_fp8 ? 0.75f : 8.0f;
-// Where a lane's weights of a full block sum up to no more, none of them is too large.
+// If a lane's weights of a full block sum to at most this, none of them is too large.
 constexpr float most_sum = is_fp8 ? 440.0f : 200.0f;
 
-// State of the two rows of this lane: t/4 and t/4 + 8 of its warp's 16.
+// State of the two rows of lane t: t/4 and t/4 + 8 of its warp's 16 rows.
 struct SplitSoftmax : OnlineSoftmax<1> {
-  float shift[2];    // the reference that exponents are formed against
-  float rescale[2];  // of what was summed before
+  float shift[2];    // the reference, which is subtracted from exponents
+  float rescale[2];  // factor for the previous sums
   float block_sum[2];
 
-  // Another block against the same reference.
+  // Begins a block with the same reference.
   CUFLASH_DEVICE void keep_reference() { block_sum[0] = block_sum[1] = 0.0f; }
 
-  // May follow_weights have to raise the reference of one of these rows, or is there none yet?
+  // May follow_weights have to raise a reference of these rows, or has a row no reference yet?
   CUFLASH_DEVICE bool outgrown() const {
     const float largest = fmaxf(block_sum[0], block_sum[1]);
     return !(largest <= most_sum) ||
            (!raises_low && fminf(row_max[0][0], row_max[0][1]) == -infinity());
   }
 
-  // Where look-ups may hide all that a row sees of a block, weights of 0 do not say whether they
-  // do; and a bias that stands for a mask makes references from which weights overflow. Such rows
-  // take maxima until their reference is higher.
+  // A look-up may hide a whole block from a row, and weights of 0 do not show whether it did. A
+  // bias that acts as a mask makes references so low that later weights overflow. Rows with such
+  // low references compute maxima until their reference is higher.
   static constexpr bool raises_low = Score::may_hide_rows;
   static constexpr float low_reference = Config::bias_stages ? -32.0f : -largest_float;
   CUFLASH_DEVICE bool has_low_reference() const {
@@ -47,13 +47,12 @@ struct SplitSoftmax : OnlineSoftmax<1> {
     }
   }
 
-  // A reference that weights have outgrown follows the largest of them: in 16 bits by more than a
-  // factor of 2^8, of e4m3 by a sum. Not where they overflowed or, of a row's first visible block,
-  // may have vanished: those rows are `lost`, and left as they are.
+  // If weights have outgrown a reference, it is raised to the largest of them. 16-bit weights
+  // outgrow it by more than a factor of 2^8, e4m3 weights by their sum. Rows whose weights
+  // overflowed, or may have vanished in the first visible block, are `lost` and stay unchanged.
   //
-  // The largest weight of e4m3 becomes a power of two, which has no rounding: 2^8 where it is
-  // nearly all of its lane's sum, and less the more others there are, so that the next sums have
-  // room.
+  // The largest weight of e4m3 becomes a power of two, which is exact: 2^8 if it is nearly all of
+  // its lane's sum, and less if other weights contribute, so that the next sums have room.
   template <int tiles>
   CUFLASH_DEVICE void follow_weights(float (&s_acc)[1][tiles][4], const Score& score,
                                      bool (&lost)[2]) {
@@ -78,8 +77,8 @@ struct SplitSoftmax : OnlineSoftmax<1> {
     }
   }
 
-  // A maximum that grew by no more than a factor of 2^8 stays: p is at most 2^8 then, as exact as
-  // before, and o keeps its scale.
+  // A reference stays unless the maximum grew by more than a factor of 2^most_growth: p remains in
+  // range and as exact as before, and o keeps its scale.
   template <int tiles>
   CUFLASH_DEVICE void find_maximum(const float (&s_acc)[1][tiles][4], const Score& score) {
 #pragma unroll
@@ -103,7 +102,8 @@ struct SplitSoftmax : OnlineSoftmax<1> {
     shift[half] -= weight_exponent;
   }
 
-  // Scores of column tiles [begin, end) become probabilities; exponent(score, t, i) of register i.
+  // Turns the scores of column tiles [begin, end) into weights. exponent(score, t, i) is called for
+  // register i of tile t.
   template <int tiles, typename Exponent>
   CUFLASH_DEVICE void exponentiate(float (&s_acc)[1][tiles][4], int begin, int end,
                                    const Exponent& exponent) {

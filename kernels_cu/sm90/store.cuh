@@ -1,4 +1,4 @@
-// How out leaves: staged in shared memory and sent by TMA, or straight from registers.
+// Stores of out: staged in shared memory and stored by TMA, or straight from registers.
 #pragma once
 
 #include "ptx/stmatrix.cuh"
@@ -31,8 +31,8 @@ struct StagedRow : CallersRows {
   }
 };
 
-// Stages 16 rows of a warp from `first_row` of the tile on, those of `broken` computed again,
-// of `without_lse` with lse.
+// Stages 16 rows of a warp from `first_row` of the tile on. Rows in the bit mask `broken` are
+// computed again, and for rows in `without_lse` also lse.
 CUFLASH_DEVICE void stage_rows(const ForwardSm90Params& params, const Work& work,
                                SharedMemory::QTile& tile, int first_row,
                                const float (&o_acc)[1][o_tiles][4], uint32_t broken,
@@ -46,7 +46,7 @@ CUFLASH_DEVICE void stage_rows(const ForwardSm90Params& params, const Work& work
         pack<half_dtype>(o[t][0], o[t][1]), pack<half_dtype>(o[t][2], o[t][3]),
         pack<half_dtype>(o[t + 1][0], o[t + 1][1]), pack<half_dtype>(o[t + 1][2], o[t + 1][3]));
   }
-  __syncwarp();  // a row lies in registers of four lanes, and an exact one in all
+  __syncwarp();  // four lanes staged each row, and the warp may overwrite it below
   for_each_bit(broken, [&](int bit) {
     const int q_idx = work.first_row + first_row + bit;
     recompute_out(params, work.entry, q_idx, without_lse >> bit & 1,
@@ -55,7 +55,7 @@ CUFLASH_DEVICE void stage_rows(const ForwardSm90Params& params, const Work& work
   ptx::fence_async_proxy();  // TMA will read what this thread wrote
 }
 
-// Writes rows of a box that also holds rows of the next packed sequence. By a warp.
+// Writes rows of a box that also holds rows of the next packed sequence. Called by a warp.
 CUFLASH_DEVICE void write_rows(const ForwardSm90Params& params, const BatchIndex& entry,
                                const SharedMemory::QTile& tile, int tile_row, int out_row,
                                int num_rows) {
@@ -78,8 +78,7 @@ CUFLASH_DEVICE void write_rows(const ForwardSm90Params& params, const BatchIndex
   }
 }
 
-// The store warp: sends the staged rows of each warpgroup on their way, hands q back to the
-// producer.
+// The store warp: stores the staged rows of each warpgroup by TMA, then releases q to the producer.
 CUFLASH_DEVICE void send_tiles(const ForwardSm90Params& params, SharedMemory& smem) {
   int batch[3];
 #pragma unroll 1
@@ -93,7 +92,7 @@ CUFLASH_DEVICE void send_tiles(const ForwardSm90Params& params, SharedMemory& sm
 #pragma unroll 1
     for (int w = 0; w < consumers; ++w) {
       wait(smem.o_full[stage][w], q_ring.full_parity());
-      __syncwarp();  // no lane may be left two phases behind in a wait
+      __syncwarp();  // all lanes are past their wait: see sm90/barrier.cuh
       const int q_idx = work.first_row + 64 * w, out_row = seqlen.first_q + q_idx;
       if constexpr (is_packed) {
         const int num_rows = seqlen.rows_q - q_idx;
@@ -116,8 +115,8 @@ CUFLASH_DEVICE void send_tiles(const ForwardSm90Params& params, SharedMemory& sm
 }
 
 // ----------------------------------------------------------------------------- from registers
-// Writes 16 rows of a warp from `first_row` of the matrix on. The four lanes of a quad trade
-// places, so that each stores eight neighbouring columns.
+// Writes 16 rows of a warp from `first_row` of the matrix on. The four lanes of a quad exchange
+// registers, so that each lane stores eight neighbouring columns.
 CUFLASH_DEVICE void store_chunks(const ForwardSm90Params& params, const BatchIndex& entry,
                                  const Seqlen& seqlen, int first_row,
                                  const float (&o_acc)[1][o_tiles][4]) {
@@ -144,7 +143,7 @@ CUFLASH_DEVICE void store_chunks(const ForwardSm90Params& params, const BatchInd
   }
 }
 
-// The same, or in float32; rows of `broken` computed again.
+// Writes 16 rows of a warp in 16 bits or in float32. Rows in `broken` are computed again.
 CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex& entry,
                                const Seqlen& seqlen, int first_row,
                                const float (&o_acc)[1][o_tiles][4], uint32_t broken,
@@ -156,7 +155,7 @@ CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex
   } else {
     store_chunks(params, entry, seqlen, first_row, o_acc);
   }
-  __syncwarp();  // a row was written by four lanes, and an exact one by all
+  __syncwarp();  // four lanes wrote each row, and the warp may overwrite it below
   for_each_bit(broken, [&](int bit) {
     recompute_out(params, entry, first_row + bit, without_lse >> bit & 1);
   });

@@ -1,4 +1,4 @@
-// Which rows a rank stands for, heaviest tiles first.
+// The tile of rows of each rank. Ranks begin with the heaviest tiles.
 #pragma once
 
 #include "simt/recompute_rows.cuh"
@@ -7,13 +7,14 @@ namespace cuflash {
 
 constexpr bool is_packed = Config::cu_seqlens != Dtype::none;
 
-// Of one array in its order; of packed sequences, among 32 neighbours, those with most keys first:
-// each lane has a sequence, and knows how many tiles come before its own. By a whole warp.
+// Without packing, tiles follow the order of the array, or the reverse if its last rows see most.
+// Packed sequences are sorted in groups of 32 neighbours, most keys first. Each lane has one
+// sequence, and knows how many tiles come before its own. Called by a whole warp.
 struct TileOrder {
   int group_begin = 0, group_end = 0;  // ranks of the 32 current sequences
   int sequence, first_rank, num_tiles;
 
-  // A negative sequence: no rows are left for this rank, see Packing::first_rank.
+  // A negative sequence means that the rank has no rows: see Packing::first_rank.
   CUFLASH_DEVICE Place place_of(const ForwardParams& params, int rank) {
     if constexpr (!is_packed) {
       return {0, Score::last_rows_see_most ? params.grid.num_blocks - 1 - rank : rank};

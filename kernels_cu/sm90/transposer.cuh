@@ -1,4 +1,4 @@
-// How rows of v of e4m3 become columns: products of 8 bits sum what is contiguous, here keys.
+// Transposition of e4m3 v. 8-bit products sum only contiguous elements, and p v sums over keys.
 #pragma once
 
 #include "ptx/mma_sync.cuh"
@@ -9,18 +9,18 @@
 
 namespace cuflash {
 
-// Transposes 16 columns of a tile of v. Of each 16 keys 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15
-// are neighbours then: a lane has scores of four such keys in two tiles, which are its part of the
-// other operand as they are. (D172)
+// Transposes 16 columns of a tile of v. Every 16 keys are stored in the order 0 1 8 9, 2 3 10 11,
+// 4 5 12 13, 6 7 14 15. A lane holds the scores of four such keys in two accumulator tiles, which
+// are thus its part of the other operand without an exchange. (D172)
 struct Transposer {
-  uint32_t from, to;  // where this lane reads and writes, in a tile at 0: the chunk is added by xor
+  uint32_t from, to;  // offsets at which this lane reads and writes; the chunk is added by xor
   uint32_t one, other;
 
   CUFLASH_DEVICE Transposer() {
     const int lane = lane_index(), pair = lane % 8, kind = lane / 8 % 2;
     from = 128 * lane + 16 * (lane % 8);
-    // The even columns of the first four pairs and the odd ones of the others, and the rest: the
-    // eight rows of either kind then fall on all banks.
+    // One kind is the even columns of the first four pairs and the odd columns of the other four,
+    // the other kind the rest. The eight rows of either kind then fall on all banks.
     const int column = 2 * pair + (kind ^ (pair >= 4));
     to = 128 * column + 16 * (column % 8 ^ lane / 16);
     one = lane < 16 ? 0x6420 : 0x7531;  // even and odd bytes of two pairs
@@ -34,7 +34,7 @@ struct Transposer {
     const uint32_t written = ptx::shared_address(columns.data) + 2048 * part;
 #pragma unroll
     for (int i = 0; i < Rows::rows / 32; ++i) {
-      uint32_t pairs[4];  // of two columns and two keys, from each 8 keys
+      uint32_t pairs[4];  // two columns by two keys, of every 8 keys
       ptx::ldmatrix_x4_trans(pairs, read + 4096 * i);
       ptx::stmatrix_x4(written + (to ^ 32 * i), __byte_perm(pairs[0], pairs[1], one),
                        __byte_perm(pairs[0], pairs[1], other), __byte_perm(pairs[2], pairs[3], one),
@@ -43,7 +43,7 @@ struct Transposer {
   }
 };
 
-// Of every block that is visited, by `transposers` warps that count from 0.
+// Transposes v of every visited block. Called by `transposers` warps, with `warp` from 0 on.
 CUFLASH_DEVICE void transpose_values(const ForwardSm90Params& params, SharedMemory& smem,
                                      int warp) {
   Ring<Config::num_stages> ring;

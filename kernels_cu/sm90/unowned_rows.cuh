@@ -1,11 +1,11 @@
-// What rows without a packed sequence get: rows before the first and after the last one.
+// Results of rows that belong to no packed sequence: rows before the first and after the last one.
 #pragma once
 
 #include "simt/recompute_rows.cuh"
 
 namespace cuflash {
 
-// out 0 and lse -inf. By one warp of each thread block.
+// Writes out 0 and lse -inf. Called by one warp of each thread block.
 CUFLASH_DEVICE void clear_unowned_rows(const ForwardSm90Params& params) {
   const Packing queries = Packing::of_queries(params.score);
   const int begin = queries.begin(0), end = max(queries.begin(queries.num_sequences), begin);

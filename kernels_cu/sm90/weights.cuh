@@ -1,5 +1,5 @@
-// Exponents of a block become weights while p v of the block before is in flight; under a softcap
-// alone, products do.
+// Weights of a block, computed while p v of the previous block is in flight: from exponents or,
+// under a softcap alone, from products.
 #pragma once
 
 #include "score/exponents.cuh"
@@ -9,14 +9,14 @@
 
 namespace cuflash {
 
-// Nothing ties exponentials to the wait for p v, and ptxas would move it above most of them. An
-// arrival that never happens, because no sum has these bits, needs those so far done.
+// Keeps exponentials before the wait for p v, which ptxas would move above most of them. The
+// arrival depends on the exponentials so far. It never happens, because no sum has these bits.
 CUFLASH_DEVICE void tie(const SplitSoftmax& softmax, uint64_t& never) {
   const float sum = softmax.block_sum[0] + softmax.block_sum[1];
   arrive_if(never, __float_as_uint(sum) == 0xffffffffu);
 }
 
-// exponent(score, t, i) of register i of tile t.
+// Turns scores into weights. exponent(score, t, i) is called for register i of tile t.
 template <int tiles, typename Exponent>
 CUFLASH_DEVICE void exponentiate(float (&s_acc)[1][tiles][4], SplitSoftmax& softmax,
                                  uint64_t& never, const Exponent& exponent) {
@@ -26,8 +26,8 @@ CUFLASH_DEVICE void exponentiate(float (&s_acc)[1][tiles][4], SplitSoftmax& soft
   softmax.exponentiate(s_acc, tied, tiles, exponent);
 }
 
-// Exponents of some tiles are formed while exponentials of those before are taken, whose sums are
-// complete one step later: ptxas would leave all sums to the end.
+// Forms exponents of some tiles while exponentials of the tiles before are computed. Each step uses
+// the sum of the step before, because ptxas would otherwise leave all sums to the end.
 template <Edge edge, int tiles>
 CUFLASH_DEVICE void exponentiate_capped(float (&s_acc)[1][tiles][4], SplitSoftmax& softmax,
                                         uint64_t& never, const RowExponents (&of_row)[2],
@@ -51,7 +51,7 @@ CUFLASH_DEVICE void exponentiate_capped(float (&s_acc)[1][tiles][4], SplitSoftma
   });
 }
 
-// Raw products become weights, relative to the rows' reference: that of the largest product.
+// Turns raw products into weights, relative to the reference of the largest product of a row.
 template <Edge edge, int tiles>
 CUFLASH_DEVICE void capped_softmax(float (&s_acc)[1][tiles][4], SplitSoftmax& softmax,
                                    uint64_t& never, const Score& score, int first_row,

@@ -1,8 +1,8 @@
 // The two products of attention in float32 on Hopper, warpgroup by warpgroup, as products of TF32.
 //
-// What a float32 becomes, and why sums are taken in parts, is said in matmul_sm80.cuh. The
-// left operand is split in registers, by the lane that holds it; the right one lies in shared
-// memory as tiles of its parts, split once for all warpgroups.
+// tile/matmul_sm80.cuh explains how a float32 is split, and why sums are taken in parts. The left
+// operand is split in registers, by the lane that holds it. The right operand lies in shared memory
+// as tiles of its parts, split once for all warpgroups.
 #pragma once
 
 #include "ptx/wgmma_k_major.cuh"
@@ -12,7 +12,7 @@ namespace cuflash {
 
 constexpr int operand_parts = uses_3xtf32 ? 2 : 1;
 
-// The TF32 numbers that stand for float32: high and low, or one that is rounded.
+// The TF32 parts of float32 numbers: high and low, or a single rounded one.
 template <int count>
 struct Tf32Parts {
   uint32_t part[operand_parts][count];
@@ -35,7 +35,7 @@ struct Tf32Parts {
   }
 };
 
-// Descriptors of a tile's parts, from `first_row` on; its columns are summed.
+// Descriptors of a tile's parts, from `first_row` on. Products sum over the columns.
 template <typename Tile>
 struct SharedOperand {
   uint64_t part[operand_parts];
@@ -60,7 +60,7 @@ CUFLASH_DEVICE void take_part(float* sum, float (&part)[count], bool is_first) {
   unrolled<count>([&](int i) { sum[i] = is_first ? part[i] : sum[i] + part[i]; });
 }
 
-// 16 columns of A from 16 k on, in two steps.
+// Reads 16 columns of A from column 16 k on, as two steps of 8.
 template <typename ATile>
 CUFLASH_DEVICE void read_parts(Tf32Parts<4> (&frag)[2], const RowsReader<ATile>& a, int k) {
   float a_frag[8];
@@ -71,8 +71,9 @@ CUFLASH_DEVICE void read_parts(Tf32Parts<4> (&frag)[2], const RowsReader<ATile>&
   });
 }
 
-// acc = A . B^T, of 64 rows of A and as many of B as acc has columns. The columns are summed in
-// parts of 16 part_steps. Where registers hold two parts, one is added while the next is computed.
+// acc = A . B^T, for 64 rows of A and as many rows of B as acc has columns. The sum over columns is
+// taken in parts of 16 * part_steps columns. If registers hold two parts, one is added while the
+// next is computed.
 template <int part_steps, bool holds_two, int tiles, typename ATile, typename BTile>
 CUFLASH_DEVICE void multiply_in_parts(float (&acc)[1][tiles][4], const RowsReader<ATile>& a,
                                       const SharedOperand<BTile>& b) {
@@ -87,7 +88,7 @@ CUFLASH_DEVICE void multiply_in_parts(float (&acc)[1][tiles][4], const RowsReade
   for (int k = 0; k < steps; ++k) {
     const int index = k / part_steps;
     if constexpr (buffers == 2) {
-      if (k >= 2) ptx::wgmma_wait<1>();  // these registers were read
+      if (k >= 2) ptx::wgmma_wait<1>();  // an earlier product has read these registers
       if (k % part_steps == 0 && index >= 2) take(index - 2);
       read_parts(frag[k % 2], a, k);
     }
@@ -105,7 +106,7 @@ CUFLASH_DEVICE void multiply_in_parts(float (&acc)[1][tiles][4], const RowsReade
     });
     if constexpr (buffers == 1) {
       const bool is_last = k % part_steps == part_steps - 1;
-      if (part_steps > 1 && is_last) ptx::wgmma_wait<1>();  // those of the next step were read
+      if (part_steps > 1 && is_last) ptx::wgmma_wait<1>();  // frag of the next step was read
       if (k + 1 < steps) read_parts(frag[(k + 1) % 2], a, k + 1);
       if (is_last) {
         ptx::wgmma_wait<0>();
@@ -121,14 +122,14 @@ CUFLASH_DEVICE void multiply_in_parts(float (&acc)[1][tiles][4], const RowsReade
   }
 }
 
-// The same of operands that are one number of TF32 each.
+// acc = A . B^T for operands of a single TF32 part.
 template <int tiles, typename ATile, typename BTile>
 CUFLASH_DEVICE void multiply_once(float (&acc)[1][tiles][4], const RowsReader<ATile>& a,
                                   const SharedOperand<BTile>& b) {
   auto& sums = reinterpret_cast<float (&)[4 * tiles]>(acc);
   Tf32Parts<4> frag[2][2];
   unrolled<ATile::columns / 16>([&](int k) {
-    if (k >= 2) ptx::wgmma_wait<1>();  // these registers were read
+    if (k >= 2) ptx::wgmma_wait<1>();  // an earlier product has read these registers
     read_parts(frag[k % 2], a, k);
     ptx::wgmma_group(sums, [&] {
       unrolled<2>([&](int half) {
@@ -141,8 +142,9 @@ CUFLASH_DEVICE void multiply_once(float (&acc)[1][tiles][4], const RowsReader<AT
   ptx::pin(sums);
 }
 
-// acc = A . B^T, of 64 rows of A and as many of B as acc has columns; of split operands in parts of
-// `part_columns`, of which registers hold two where the caller keeps little else in them. (D123)
+// acc = A . B^T, for 64 rows of A and as many rows of B as acc has columns. Split operands are
+// summed in parts of `part_columns`. Registers hold two parts if the caller keeps little else in
+// them. (D123)
 template <int part_columns, bool holds_two, int tiles, typename ATile, typename BTile>
 CUFLASH_DEVICE void multiply_transposed(float (&acc)[1][tiles][4], const RowsReader<ATile>& a,
                                         const SharedOperand<BTile>& b) {
@@ -154,7 +156,7 @@ CUFLASH_DEVICE void multiply_transposed(float (&acc)[1][tiles][4], const RowsRea
   }
 }
 
-// The same of one product, with A in shared memory.
+// acc = A . B^T for operands of a single TF32 part, with A in shared memory.
 template <int tiles, typename ATile, typename BTile>
 CUFLASH_DEVICE void multiply_transposed(float (&acc)[1][tiles][4], const SharedOperand<ATile>& a,
                                         const SharedOperand<BTile>& b) {
@@ -169,8 +171,9 @@ CUFLASH_DEVICE void multiply_transposed(float (&acc)[1][tiles][4], const SharedO
   ptx::pin(sums);
 }
 
-// acc += A . B^T for 64 rows of B, the next of acc's columns: A in registers, `count` steps of 8
-// columns. Split operands are summed apart, small terms first, and added in float32.
+// acc += A . B^T for 64 rows of B and as many columns of acc: A is in registers, `count` steps of 8
+// columns from step `first` on. Split operands are summed separately, small terms first, and the
+// sum is added to acc in float32.
 template <int count, typename BTile, int steps>
 CUFLASH_DEVICE void multiply_columns(float (&acc)[32], Tf32Parts<4> (&a)[steps],
                                      const SharedOperand<BTile>& b, int first) {
@@ -196,7 +199,7 @@ CUFLASH_DEVICE void multiply_columns(float (&acc)[32], Tf32Parts<4> (&a)[steps],
   if constexpr (uses_3xtf32) take_part(acc, part, false);
 }
 
-// acc += A . B^T, A an accumulator's registers, for all of acc's columns; of split operands in
+// acc += A . B^T for all columns of acc, where A is an accumulator. Split operands are summed in
 // parts of at most `part_rows` terms.
 template <int part_rows = 64, typename BTile, int tiles, int steps>
 CUFLASH_DEVICE void multiply_sums(float (&acc)[1][tiles][4], const float (&a)[1][steps][4],

@@ -1,8 +1,9 @@
-// What the kernels of Hopper in float32 share: warpgroups that split what is streamed, and two that
-// consume.
+// Roles that the Hopper kernels for float32 share: producer warpgroups, which split the streamed
+// operands, and two consumer warpgroups.
 //
-// Barriers: `full` ends a phase when the four warps of the producer have written a tile, `empty`
-// when every consumer has multiplied with it, or every warp of theirs has read it.
+// mbarriers: a phase of `full` ends when the four warps of the producer have written a tile. A
+// phase of `empty` ends when every consumer has multiplied with the tile, or when every warp of the
+// consumers has read it.
 #pragma once
 
 #include "schedule/pipeline.cuh"
@@ -14,7 +15,7 @@ namespace cuflash {
 
 static_assert(Config::split_columns == 1, "a consumer has all columns of its rows");
 
-constexpr int consumers = 2;  // warpgroups, of 64 rows each; registers are dealt out for two
+constexpr int consumers = 2;  // warpgroups, of 64 rows each; register counts assume two
 
 constexpr int reader_releases = 4 * consumers * reader_arrivals;
 
@@ -34,7 +35,7 @@ struct TileBarriers {
     wait(full[ring.stage()], ring.full_parity());
   }
 
-  // By the producer: what its threads write is there for products. It arrives as readers do, so
+  // Called by the producer: write() fills a tile for products. Its warps arrive as readers do, so
   // that racecheck sees who wrote.
   template <typename Write>
   CUFLASH_DEVICE void fill(const Ring<Config::num_stages>& ring, Write write) {
@@ -43,19 +44,19 @@ struct TileBarriers {
     ptx::fence_async_proxy();
     arrive_as_readers(full[ring.stage()], true);
   }
-  // By a consumer: products that are done when `multiply` returns.
+  // Called by a consumer. The products of multiply() are done when it returns.
   template <typename Multiply>
   CUFLASH_DEVICE void read(const Ring<Config::num_stages>& ring, Multiply multiply) {
     wait_full(ring);
     multiply();
     arrive_if(empty[ring.stage()], leads_warpgroup());
   }
-  // Without a product between: all threads of the warpgroup are past their wait. Named barrier i is
-  // warpgroup i's.
+  // Releases a tile without a product, once all threads of the warpgroup are past their wait. Named
+  // barrier i belongs to warpgroup i.
   CUFLASH_DEVICE void skip(const Ring<Config::num_stages>& ring) {
     read(ring, [] { ptx::named_barrier_sync(ptx::thread_index() / 128, 128); });
   }
-  // By every warp of the consumers, after its loads: reader_releases arrivals.
+  // Called by every warp of the consumers after its loads: reader_releases arrivals in all.
   CUFLASH_DEVICE void release_as_reader(const Ring<Config::num_stages>& ring) {
     arrive_as_readers(empty[ring.stage()], true);
   }

@@ -1,8 +1,9 @@
-// How a producer warpgroup brings rows of float32 as tiles of TF32 parts, split once for all who
-// multiply with them.
+// How a producer warpgroup turns rows of float32 into tiles of TF32 parts, split once for all
+// consumers.
 //
-// A thread owns a column of the rows, or every other eight of one. Loads of a warp are neighbours
-// in memory; the same registers become rows of a tile, or of its transpose.
+// A thread owns one column of the rows, or every second group of eight rows of a column. The lanes
+// of a warp load neighbouring elements. The same registers are stored as rows of a tile, or as rows
+// of its transpose.
 #pragma once
 
 #include "ptx/load_global.cuh"
@@ -28,11 +29,11 @@ template <int width, int rows>
 struct Tf32PairColumn {
   static_assert(width == 64 || width == 128, "a warpgroup takes whole rows");
   static constexpr int sharers = 128 / width;        // threads of a column
-  static constexpr int groups = rows / 8 / sharers;  // of eight rows
+  static constexpr int groups = rows / 8 / sharers;  // groups of eight rows of a thread
 
   float value[groups][8];
 
-  // Rows outside `valid` and those whose bit of `hidden` is set become zero without being read.
+  // Rows outside `valid`, and rows whose bit of `hidden` is set, become zeros and are not read.
   CUFLASH_DEVICE void load(const ColumnSource<width>& source, int first_row, Range valid,
                            uint32_t hidden = 0) {
     const int own_row = 8 * first_group();
@@ -53,7 +54,7 @@ struct Tf32PairColumn {
     });
   }
 
-  // As rows of a tile from `first_row` on: a warp writes 32 neighbours of one.
+  // Stores the parts as rows of a tile from `first_row` on. A warp writes 32 neighbours of one row.
   template <typename Tile>
   CUFLASH_DEVICE void store_rows(Tile (&tiles)[operand_parts], int first_row = 0) const {
     const int own = column(), chunk = own % 32 / 4;
@@ -66,8 +67,8 @@ struct Tf32PairColumn {
     });
   }
 
-  // As columns of a tile from `first_column` on, of which each eight are in the order of an
-  // accumulator's registers: even ones first (tile/fragment.cuh).
+  // Stores the parts as columns of a tile from `first_column` on. Each eight columns have the order
+  // of an accumulator's registers: even ones first (tile/fragment.cuh).
   template <typename Tile>
   CUFLASH_DEVICE void store_columns(Tile (&tiles)[operand_parts], int first_column = 0) const {
     const int own = column(), own_group = first_group();
@@ -88,7 +89,8 @@ struct Tf32PairColumn {
   }
 
  private:
-  // Computed where they are used: addresses that follow from them live through no loop. (D89)
+  // Computed where they are used, so that addresses derived from them occupy no registers during
+  // the loop. (D89)
   CUFLASH_DEVICE static int column() { return ptx::thread_index() % width; }
   CUFLASH_DEVICE static int first_group() { return ptx::thread_index() % 128 / width; }
 };
