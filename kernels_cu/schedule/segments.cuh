@@ -1,10 +1,9 @@
 // Which blocks of a tile are visited: all blocks of its ranges except those that segments rule out.
 //
 // segment_bounds.cu stores the bounds (least and largest id) of every 64 queries and every 64 keys
-// before the launch. The bounds show that a block has no id in common with the tile, or that both
-// hold one id only, the same. This is right for ids in any order. Where equal ids are neighbours,
-// few blocks are in neither case. All warps that walk the blocks of a tile visit the same blocks.
-// (D11)
+// before the launch. They may show that a block has no id in common with the tile, or that both
+// hold the same single id. This is right for ids in any order. Where equal ids are neighbours, few
+// blocks are in neither case. All warps that walk the blocks of a tile visit the same blocks. (D11)
 #pragma once
 
 #include "score/score.cuh"
@@ -23,8 +22,8 @@ struct VisitedBlocks {
   const Score& score;
   const BlockRanges& ranges;
   const Range tile;  // queries or keys of the thread block
-  // Of the chunk judged last. Bit i: block i is visited. Bit 16 + i: block i and the tile hold one
-  // id only, the same.
+  // Of the chunk judged last. Bit i: block i is visited. Bit 16 + i: it and the tile hold the same
+  // single id.
   uint32_t bits = 0;
 
   CUFLASH_DEVICE VisitedBlocks(const Score& score, const BlockRanges& ranges, Range tile)
@@ -56,7 +55,7 @@ struct VisitedBlocks {
     return find_down(block);
   }
 
-  // Do `block`, which the call before returned, and the tile hold one id only, the same?
+  // Do the tile and `block`, which the call before returned, hold the same single id?
   CUFLASH_DEVICE bool of_one_segment(int block) const {
     return !segmented || (bits >> (chunk + block % chunk) & 1);
   }
@@ -94,7 +93,7 @@ struct VisitedBlocks {
   }
 
   // Judges the chunk that `block` is in. Lanes 0 to 15 ask for each block whether it is visited,
-  // lanes 16 to 31 whether it and the tile hold one id only.
+  // lanes 16 to 31 whether it and the tile hold the same single id.
   CUFLASH_DEVICE void judge(int block) {
     block += lane_index() % chunk - block % chunk;
     const bool exists = block >= ranges.begin && block < ranges.end;
