@@ -15,7 +15,7 @@
 
 namespace cuflash {
 
-constexpr int most_cluster_parts = 8;  // every device with clusters can run 8 at once
+constexpr int most_cluster_parts = 8;  // every device with clusters runs clusters of 8
 
 // What a thread block receives: for each of its rows the results of all parts, one after the other.
 template <bool clusters>
@@ -59,12 +59,12 @@ struct ClusterRows<true> {
     }
   }
 
-  // Block `row % parts` combines a row, in this slot.
+  // The slot of a row in block `row % parts`, which combines it: row / parts.
   CUFLASH_DEVICE int slot_of(int row) const { return row * per_part >> 16; }
   CUFLASH_DEVICE int own() const { return slot_of(max(num_rows - part + parts - 1, 0)); }
 };
 
-constexpr int sent_bytes = sizeof(Real) * (Config::head_dim_v + 1);  // of one row of out and lse
+constexpr int sent_bytes = sizeof(Real) * (Config::head_dim_v + 1);  // a row of out and its lse
 
 // Sends each row once to the thread block that combines it, whose mbarrier counts the bytes.
 struct SentRows {
@@ -128,7 +128,7 @@ CUFLASH_DEVICE void combine_received_rows(const ForwardParams& params, Received&
   const int own = rows.own(), width = params.head_dim_v, lane = lane_index();
   if (own == 0) return;
   const uint32_t barrier = ptx::shared_address(&received.arrived);
-  if (ptx::thread_index() == 0) {  // some bytes may have arrived
+  if (ptx::thread_index() == 0) {  // some bytes may have arrived already
     ptx::mbarrier_arrive_expect(barrier, own * rows.parts * sent_bytes);
   }
   ptx::mbarrier_wait(barrier, 0);

@@ -1,5 +1,4 @@
-// What a warp does with its keys' rows of dk and dv, whichever products it uses: p, ds and the
-// epilogue.
+// What a warp does with its keys' rows of dk and dv, by whichever products: p, ds, epilogue.
 #pragma once
 
 #include "simt/recompute_rows.cuh"
@@ -8,8 +7,7 @@
 
 namespace cuflash {
 
-// The sums of a warp: its keys' rows of dk and dv. One of them is a stub if only the other is
-// wanted.
+// The sums of a warp: its keys' rows of dk and dv. Unless both are wanted, one of them is a stub.
 constexpr int dk_columns = Config::grad_k ? Config::head_dim / own_parts : 16;
 constexpr int dv_columns = Config::grad_v ? Config::head_dim_v / own_parts : 16;
 
@@ -21,8 +19,7 @@ struct Gradients {
 
 using Work = KeyTile;
 
-// The queries that see a tile's keys in the owner's `index`-th batch entry. All warps walk the same
-// blocks.
+// The queries that see a tile's keys in the owner's `index`-th batch entry, for all warps.
 struct TileWalk {
   Work work;
   BatchIndex entry;

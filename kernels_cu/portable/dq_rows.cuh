@@ -1,5 +1,4 @@
-// What a warp does with its rows of dq, whichever products it uses: statistics, ds and the
-// epilogue.
+// What a warp does with its rows of dq, by whichever products: statistics, ds, epilogue.
 #pragma once
 
 #include "portable/seen_columns.cuh"
@@ -11,8 +10,7 @@ namespace cuflash {
 
 using Work = RowTile;
 
-// The keys that a tile's rows see in the owner's `index`-th batch entry. All warps walk the same
-// blocks.
+// The keys that a tile's rows see in the owner's `index`-th batch entry, for all warps.
 struct TileWalk {
   Work work;
   BatchIndex entry;

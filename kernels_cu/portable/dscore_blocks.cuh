@@ -1,5 +1,5 @@
-// What a block of pairs adds to the sums of the scores' gradient in backward_dscore_sm80.cu,
-// whatever is summed.
+// What a block of pairs adds to the sums of the scores' gradient in backward_dscore_sm80.cu, over
+// whatever they sum.
 #pragma once
 
 #include "tile/matmul.cuh"
@@ -15,8 +15,8 @@ struct SharedMemory {
   using KTile = StreamedTile<Config::block_n, Config::head_dim>;
   using VTile = StreamedTile<Config::block_n, Config::head_dim_v>;
 
-  // The operands of one batch entry. Where sums are those of pairs, the operands of the next entry
-  // are loaded meanwhile.
+  // The operands of a block of one batch entry. Where each pair has its own sum (SumsTo::pairs),
+  // the operands of the next entry are loaded at the same time.
   struct Operands {
     QTile q;
     DoutTile dout;
@@ -217,7 +217,7 @@ CUFLASH_DEVICE void add_block(const BackwardParams& params, SharedMemory& smem,
   add_loaded(params, operands, entry, score, bias, first_row, first_key, masked, acc, any_far);
 }
 
-// Adds the same block of pairs of every entry of the owner in which some of them are visible. The
+// Adds one block of pairs of every entry of the owner in which some of these pairs are visible. The
 // operands of the next entry are loaded while this entry's pairs are added.
 struct EntriesOfPairs {
   const BackwardParams& params;

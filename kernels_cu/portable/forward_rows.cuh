@@ -1,5 +1,4 @@
-// What a warp does with its rows of the forward, whichever products it uses: scores and the
-// epilogue.
+// What a warp does with its rows of the forward, by whichever products: scores, epilogue.
 #pragma once
 
 #include "portable/seen_columns.cuh"
@@ -44,7 +43,7 @@ struct Work {
   }
 };
 
-// The keys that a tile's rows see. All warps walk the same blocks.
+// The keys that a tile's rows see, for all warps.
 struct TileWalk {
   Work work;
   Score score;

@@ -8,7 +8,7 @@
 namespace cuflash {
 
 // Starts the copy of the statistics of block_m rows. Rows outside `valid` become zero: they lie in
-// masked blocks, where nothing is visible to them.
+// masked blocks, where they see no key.
 CUFLASH_DEVICE void load_statistics(RowStatistics (&to)[Config::block_m], const RowStatistics* from,
                                     int first_row, Range valid) {
   const int row = ptx::thread_index();

@@ -48,7 +48,7 @@ struct PartSums {
     return lse == -infinity() ? 0 : power_of_two((lse - largest) * log2_e);
   }
 
-  // The factor of a part's out. With it no sum of large values overflows.
+  // The factor of a part's out, divided by the total: no sum of large values overflows.
   CUFLASH_DEVICE Real share(Real lse) const { return weight(lse) / total; }
 
   CUFLASH_DEVICE Real lse() const { return total == 0 ? -infinity() : largest + log(total); }

@@ -92,8 +92,7 @@ CUFLASH_DEVICE uint32_t spread_high_bits(uint32_t x) {
   return spread;
 }
 
-// The minimum of each 16-bit half, as unsigned numbers. ptxas fuses it with a sum into one
-// instruction.
+// The minimum of each 16-bit half, unsigned. With a sum it becomes one instruction.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#integer-arithmetic-instructions-min
 CUFLASH_DEVICE uint32_t min_of_halves(uint32_t x, uint32_t y) {
   uint32_t smallest;
@@ -109,8 +108,7 @@ CUFLASH_DEVICE uint32_t sum_of_halves(uint32_t x, uint32_t y) {
   return sum;
 }
 
-// The maximum of each 16-bit half, as signed numbers. ptxas fuses it with a sum into one
-// instruction.
+// The maximum of each 16-bit half, signed. With a sum it becomes one instruction.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#integer-arithmetic-instructions-max
 CUFLASH_DEVICE uint32_t signed_max_of_halves(uint32_t x, uint32_t y) {
   uint32_t largest;

@@ -5,8 +5,7 @@
 
 namespace cuflash::ptx {
 
-// A barrier of all threads of the cluster. What a thread wrote before it is visible to all threads
-// after it.
+// A barrier of all threads of the cluster: writes before it are visible to all threads after it.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-barrier-cluster
 CUFLASH_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
@@ -76,8 +75,7 @@ CUFLASH_DEVICE void send_in_cluster(uint32_t to, uint32_t barrier, double x, dou
       : "memory");
 }
 
-// Copies contiguous bytes to the shared memory of another thread block, whose `barrier` counts
-// them.
+// Copies contiguous bytes to another thread block, whose `barrier` counts them.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
 CUFLASH_DEVICE void bulk_copy_in_cluster(uint32_t to, uint32_t from, int bytes, uint32_t barrier) {
   asm volatile(

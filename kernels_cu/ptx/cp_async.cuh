@@ -14,8 +14,7 @@ CUFLASH_DEVICE uint64_t evict_first() {
   return policy;
 }
 
-// Copies `bytes` bytes if `valid`. Otherwise it fills the destination with zeros and does not read
-// the source.
+// Copies `bytes` bytes if `valid`. Otherwise it writes zeros and does not read the source.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
 template <int bytes>
 CUFLASH_DEVICE void cp_async(uint32_t smem, const void* source, bool valid) {

@@ -6,8 +6,7 @@
 
 namespace cuflash::ptx {
 
-// The dependent kernel may start once every thread block of this kernel has called this function or
-// has ended.
+// The dependent kernel may start once every thread block of this one has called this or has ended.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-griddepcontrol
 CUFLASH_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 

@@ -43,15 +43,13 @@ CUFLASH_DEVICE void mbarrier_arrive_expect_if(uint32_t barrier, int bytes, bool 
       : "memory");
 }
 
-// Arrives once all cp.async copies that this thread has started are complete. This counts as one of
-// the expected arrivals.
+// Arrives, as one of the expected arrivals, once all cp.async copies of this thread are complete.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-cp-async-mbarrier-arrive
 CUFLASH_DEVICE void mbarrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Waits until the phase of this parity has ended. On a fresh barrier a wait for parity 1 returns at
-// once.
+// Waits until the phase of this parity has ended. On a fresh barrier parity 1 counts as ended.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
 CUFLASH_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(

@@ -44,8 +44,7 @@ CUFLASH_DEVICE void mma_m16n8k16_float16(float (&acc)[4], const uint32_t (&a)[4]
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// acc (16x8, float32) += a (16x8) . b (8x8) in TF32, which is float32 whose last 13 bits are
-// ignored.
+// acc (16x8, float32) += a (16x8) . b (8x8) in TF32, float32 whose last 13 bits are ignored.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-1688
 CUFLASH_DEVICE void mma_m16n8k8_tf32(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
                                      uint32_t b1) {
@@ -63,8 +62,7 @@ CUFLASH_DEVICE void mma_m8n8k4_float64(double& acc0, double& acc1, double a, dou
       : "d"(a), "d"(b));
 }
 
-// acc (16x8, float64) += a (16x16) . b (16x8), on sm_90 and later. `b` points to this lane's four
-// elements. (D50)
+// acc (16x8, float64) += a (16x16) . b (16x8), sm_90 and later. `b` points to four elements. (D50)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-16816-f64
 CUFLASH_DEVICE void mma_m16n8k16_float64(double (&acc)[4], const double (&a)[8], const double* b) {
   asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 "

@@ -21,8 +21,7 @@ CUFLASH_DEVICE int thread_index() {
   return index;
 }
 
-// The index of this thread block's cluster, the rank of the block in it, and the number of its
-// blocks.
+// The index of this thread block's cluster, the block's rank in it, and the number of its blocks.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-clusterid
 CUFLASH_DEVICE int cluster_index() {
   int index;

@@ -5,8 +5,7 @@
 
 namespace cuflash::ptx {
 
-// Arrives at a named barrier and waits until `threads` threads have arrived, this warp's included.
-// (D81)
+// Arrives at a named barrier and waits for `threads` threads, this warp's included. (D81)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar
 CUFLASH_DEVICE void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -16,8 +15,7 @@ CUFLASH_DEVICE void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Makes this thread's writes to shared memory visible to wgmma and TMA instructions that follow the
-// next barrier.
+// Makes this thread's writes to shared memory visible to wgmma and TMA behind the next barrier.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-membar
 CUFLASH_DEVICE void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -1,5 +1,4 @@
-// TMA, the copy engine: boxes of a tensor between global and shared memory. One thread issues each
-// instruction.
+// TMA, the copy engine: boxes of a tensor between global and shared memory, each by one thread.
 #pragma once
 
 #include "config.cuh"
@@ -51,8 +50,7 @@ CUFLASH_DEVICE void tma_store(const TensorMap& map, uint32_t smem, int column, i
       : "memory");
 }
 
-// Loads contiguous bytes, which `barrier` must expect. Their number and addresses are multiples of
-// 16.
+// Loads contiguous bytes, which `barrier` must expect. Size and addresses are multiples of 16.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
 CUFLASH_DEVICE void bulk_load(uint32_t smem, const void* from, int bytes, uint32_t barrier) {
   asm volatile(
@@ -62,8 +60,8 @@ CUFLASH_DEVICE void bulk_load(uint32_t smem, const void* from, int bytes, uint32
       : "memory");
 }
 
-// Stores contiguous bytes. Their number and addresses are multiples of 16. The source may change
-// after tma_store_wait_read.
+// Stores contiguous bytes. Size and addresses are multiples of 16. The source may change after
+// tma_store_wait_read.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
 CUFLASH_DEVICE void bulk_store(float* to, uint32_t smem, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(smem),

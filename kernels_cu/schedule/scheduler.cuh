@@ -58,7 +58,7 @@ CUFLASH_DEVICE int first_own_column(int width) {
 
 struct Tile {
   int block;  // rank of the tile within its owner, heaviest first
-  int owner;  // the batch entries that share one result
+  int owner;  // number of the owner: batch entries that share one result
 };
 
 template <Dtype dtype>

@@ -1,9 +1,9 @@
 // Which blocks of a tile are visited: all blocks of its ranges except those that segments rule out.
 //
 // segment_bounds.cu stores the bounds (least and largest id) of every 64 queries and every 64 keys
-// before the launch. They may show that a block has no id in common with the tile, or that both
-// hold the same single id. This is right for ids in any order. Where equal ids are neighbours, few
-// blocks are in neither case. All warps that walk the blocks of a tile visit the same blocks. (D11)
+// before the launch. The bounds of a block and of the tile can show that no id is in both, or that
+// both hold the same single id, for ids in any order. Where equal ids are neighbours, few blocks
+// are in neither case. All warps that walk the blocks of a tile visit the same blocks. (D11)
 #pragma once
 
 #include "score/score.cuh"
@@ -22,8 +22,8 @@ struct VisitedBlocks {
   const Score& score;
   const BlockRanges& ranges;
   const Range tile;  // queries or keys of the thread block
-  // Of the chunk judged last. Bit i: block i is visited. Bit 16 + i: it and the tile hold the same
-  // single id.
+  // For the chunk judged last: bit i is set if block i is visited, bit 16 + i if it and the tile
+  // hold the same single id.
   uint32_t bits = 0;
 
   CUFLASH_DEVICE VisitedBlocks(const Score& score, const BlockRanges& ranges, Range tile)
@@ -35,7 +35,7 @@ struct VisitedBlocks {
     return find_up(block);
   }
 
-  // The next visited block after `block`, which the call before returned.
+  // The next visited block after `block`, which the previous call returned.
   CUFLASH_DEVICE int next_after(int block) {
     ++block;
     if (segmented && warp_agrees(block % chunk == 0 && block < ranges.end)) judge(block);
@@ -48,14 +48,14 @@ struct VisitedBlocks {
     return find_down(block);
   }
 
-  // The next visited block below `block`, which the call before returned.
+  // The next visited block below `block`, which the previous call returned.
   CUFLASH_DEVICE int next_before(int block) {
     --block;
     if (segmented && warp_agrees(block % chunk == chunk - 1 && block >= ranges.begin)) judge(block);
     return find_down(block);
   }
 
-  // Do the tile and `block`, which the call before returned, hold the same single id?
+  // Do the tile and `block`, which the previous call returned, hold the same single id?
   CUFLASH_DEVICE bool of_one_segment(int block) const {
     return !segmented || (bits >> (chunk + block % chunk) & 1);
   }

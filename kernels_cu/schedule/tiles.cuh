@@ -93,8 +93,8 @@ struct PartOfTile<true> {
 };
 using KeyPart = PartOfTile<Config::split_keys>;
 
-// Called by a kernel whose parts forward_combine.cu combines: that kernel may start now, find its
-// row and wait.
+// Called by a kernel whose parts forward_combine.cu combines. The combining kernel may then start,
+// find its row and wait.
 CUFLASH_DEVICE void let_combine_start() {
   if constexpr (Config::overlaps) ptx::launch_dependents();
 }
@@ -108,7 +108,7 @@ struct KeyTile : OwnedTile {
   }
   CUFLASH_DEVICE static KeyTile at(const BackwardParams& params, int index) {
     const Tile tile = tile_of(params.grid, index);
-    // Under a causal bound the first keys are seen by the most queries, so ranks are in order.
+    // Under a causal bound the first keys are seen by the most queries: ranks are in order.
     const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
     return of(params, tile.owner, place.sequence, place.block * Config::block_n);
   }
@@ -118,8 +118,8 @@ struct KeyTile : OwnedTile {
     return {{owner / parts, sequence}, first_key, owner % parts};
   }
 
-  // The number of batch entries that this tile sums over: one where its queries are a part of those
-  // of one entry.
+  // The number of batch entries that this tile sums over: one if it has a part of one entry's
+  // queries.
   CUFLASH_DEVICE static int entries(const BackwardParams& params) {
     return Config::split_rows ? 1 : params.grid.entries_per_owner;
   }

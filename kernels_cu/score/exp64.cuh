@@ -1,6 +1,5 @@
-// 2^x in float64 for the weights of a softmax, by a table and a polynomial. The error is at most
-// about one unit in the last place: 0.992 in tests over the range, 1.004 as the sum of each step's
-// bound. (D46)
+// 2^x in float64 for the weights of a softmax, by a table and a polynomial, to about one unit in
+// the last place: 0.992 in tests over the range, 1.004 as the sum of each step's bound. (D46)
 //
 //   x = i / 32 + r,  i an integer,  |r| <= 1/64
 //   2^x = 2^(i / 32) (1 + r q(r)),  q(r) = (2^r - 1) / r
@@ -31,8 +30,7 @@ struct MemoryPowers {
   CUFLASH_DEVICE uint64_t operator()(int i) const { return exp2_table[i & 31]; }
 };
 
-// The table in the registers of a warp: no memory is read, but all lanes have to call it together.
-// (D47)
+// The table in the registers of a warp: no memory is read, but all lanes call it together. (D47)
 struct LanePowers {
   uint32_t low, high;  // halves of this lane's entry
 
@@ -74,8 +72,7 @@ CUFLASH_DEVICE double exp2_float64(double x, const Powers& powers) {
   const double r = x - (shifted - to_32nds);
   const double result = exp2_of_parts(__double2loint(shifted), r, powers);
 
-  // Is x below -1022 and not a negative NaN? The comparison of integers stays off the float64 pipe.
-  // (D48)
+  // Is x below -1022 and no negative NaN? Integers are compared off the float64 pipe. (D48)
   constexpr uint32_t least = 0xc08ff000, negative_nan = 0xfff80000;
   const uint32_t beyond = static_cast<uint32_t>(__double2hiint(x)) - (least + 1);
   return beyond < negative_nan - (least + 1) ? 0.0 : result;

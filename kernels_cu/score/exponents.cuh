@@ -47,8 +47,7 @@ struct RowExponents {
     return fma(product, product, -score.params.near_square);
   }
 
-  // The exponent of any product under a softcap. `near` is the result of operator(), which is right
-  // near 0.
+  // The exponent of any product under a softcap. `near` is what operator() gives, right near 0.
   CUFLASH_DEVICE float of_any(float product, float near) const {
     const float x = product * score.params.inverse_softcap;
     // tanh x = 1 - 2 / (1 + exp 2x), which would cancel near 0.
@@ -59,8 +58,7 @@ struct RowExponents {
 };
 
 // Exponents of `count` neighbouring tiles of an accumulator under a softcap. With one branch for a
-// whole block the exponentials would have nothing to overlap with. One branch for each tile takes
-// longer.
+// whole block the exponentials would have nothing to overlap with. One for each tile takes longer.
 template <int tiles>
 struct CappedExponents {
   static constexpr int count = tiles % 4 == 0 ? 4 : 2;

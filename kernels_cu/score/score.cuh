@@ -71,8 +71,7 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
 
   // The definition of visibility, apart from biases of -inf. Without mask, formula and segments,
   // the keys that a row sees are an interval, and so are the rows that see a key. A loop over many
-  // pairs calls kv_range(q_idx, q_idx + 1), or q_range, once, and looks up the rest for pairs
-  // within it.
+  // pairs calls kv_range(q_idx, q_idx + 1), or q_range, once, and looks up the rest within it.
   CUFLASH_DEVICE bool visible(int q_idx, int kv_idx) const {
     return kv_range(q_idx, q_idx + 1).contains(kv_idx) && unmasked(q_idx, kv_idx) &&
            same_segment(q_idx, kv_idx);
@@ -329,8 +328,7 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
   }
 
   // The queries of some rows. Where the rows of several heads follow each other (PackGQA), row r is
-  // query r % num_queries of its head. Then one row is one query, but several rows may be any
-  // queries.
+  // query r % num_queries of its head: one row is one query, but several rows may be any queries.
   CUFLASH_DEVICE Range queries_of(Range rows) const {
     if constexpr (!Config::heads_in_rows) return rows;
     const int query = rows.begin % params.num_queries;

@@ -39,8 +39,7 @@ CUFLASH_DEVICE IdBounds<Id> bounds_within(const void* array, int64_t offset, Ran
   return all;
 }
 
-// The loop is unrolled in part: the ids of a whole row would not fit in registers beside its
-// scores. (D91)
+// Unrolled in part: registers would not hold the ids of a whole row beside its scores. (D91)
 template <int tiles, typename Id>
 CUFLASH_DEVICE ColumnBits same_ids(Id id, const Id* ids, Range valid) {
   uint32_t bits = 0;

@@ -6,8 +6,7 @@
 
 namespace cuflash {
 
-// Lengths are clamped to the extents of arrays, so that no value in an array of lengths can cause a
-// fault.
+// Lengths are clamped to the extents of arrays, so that no value in an array can cause a fault.
 struct Seqlen {
   int q;           // rows [0, q) exist
   int k;           // keys [0, k) exist

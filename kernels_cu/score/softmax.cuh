@@ -11,8 +11,7 @@ struct RowEnd {
   Real weight, sum, lse;
 };
 
-// The end of a row that saw some key, from its reference and its sum of exponentials. A sink joins
-// here.
+// The end of a row that saw some key, from its reference and sum of exponentials, with its sink.
 CUFLASH_DEVICE RowEnd end_of_sum(const Score& score, const BatchIndex& entry, Real reference,
                                  Real sum) {
   if constexpr (!Score::has_sink) {

@@ -13,8 +13,7 @@ namespace cuflash {
 // NaN and magnitudes of 2^1017 or more become NaN or infinite.
 CUFLASH_DEVICE float upper_half(double x) { return __int_as_float(__double2hiint(x)); }
 
-// Is x greater than `power`, a power of two, as far as upper halves tell? For a NaN the answer may
-// be yes.
+// Is x greater than `power`, a power of two, as far as upper halves tell? A NaN may be.
 CUFLASH_DEVICE bool exceeds(double x, double power) {
   return __double2hiint(x) > __double2hiint(power);
 }
@@ -58,8 +57,8 @@ struct HeldSoftmax {
         any_rises |= exceeds(maxima[s][half] - held[s][half], most);
       }
     }
-    // One branch for all rows: with one for each row, its weights would wait for the maximum of the
-    // next row. (D52)
+    // One branch for all rows: otherwise weights of a row would wait for the next row's maximum.
+    // (D52)
     if (warp_agrees(any_odd || any_rises)) {
       any_odd = warp_agrees(any_odd);
 #pragma unroll
@@ -84,8 +83,7 @@ struct HeldSoftmax {
     for (int s = 0; s < slices; ++s) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // Four sums: additions that depend on each other would each wait for products of the other
-        // warp. (D53)
+        // Four sums: each dependent addition would wait for products of the other warp. (D53)
         Real sums[4] = {row_sum[s][half]};
 #pragma unroll
         for (int j = 0; j < 2 * tiles; ++j) {

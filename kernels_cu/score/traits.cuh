@@ -7,8 +7,7 @@
 namespace cuflash {
 
 struct ScoreTraits {
-  // Under a causal bound the last rows see the most keys, and the first keys are seen by the most
-  // rows.
+  // Under a causal bound the last rows see the most keys, and the most rows see the first keys.
   static constexpr bool last_rows_see_most = Config::window_right;
 
   static constexpr bool has_segments = Config::segment_ids != Dtype::none;
@@ -75,8 +74,7 @@ struct ScoreTraits {
       !Config::softcap && !Config::dropout && Config::bias == Dtype::none &&
       Config::alibi_slopes == Dtype::none && Config::head_dim_v <= 192;
 
-  // Is a bias looked up at that time? Bounds on both sides or float64 values leave no registers for
-  // it.
+  // Is a bias looked up then? Bounds on both sides or float64 values leave no registers for it.
   static constexpr bool reads_bias_ahead = Config::bias != Dtype::none && !Config::bias_stages &&
                                            Config::bias != Dtype::float64 && !Config::window_left &&
                                            Config::head_dim <= 128;
@@ -111,8 +109,7 @@ struct ScoreTraits {
 
   // Is an exponent one multiply-add, which includes the scale? In float32 the difference of two
   // scores comes first, so that the weight of a row's maximum is exactly 1, free of the rounding of
-  // its reference. Narrow heads do not do so: an exponent is a large part of the cost of their
-  // scores.
+  // its reference. Not in narrow heads, where an exponent is a large part of the cost of a score.
   static constexpr bool is_narrow = Config::width < 16;
   static constexpr bool folds_scale =
       Config::scale_in_exponent && (Config::dtype != Dtype::float32 || is_narrow);

@@ -6,8 +6,7 @@
 
 namespace cuflash {
 
-// Describes a tile. It lies in shared memory, is written by one thread and is complete after the
-// next barrier.
+// Describes a tile, in shared memory. One thread writes it, and a barrier makes it complete.
 template <int rows_, int columns_>
 struct alignas(128) GlobalTile {
   static constexpr int rows = rows_;

@@ -88,7 +88,7 @@ struct NarrowRows {
 
 // What a pair within its bounds adds to the gradients of its query and key, if it is visible.
 struct PairGradient {
-  Real p;   // probability, for dv if is_kept
+  Real p;   // probability, which dv adds if is_kept
   Real ds;  // gradient of scale * q.k
   bool is_seen, is_kept;
 

@@ -1,12 +1,11 @@
-// Computes a row of a result again from its visible pairs, because it came out non-finite or lies
-// far from 0.
+// Computes a row of a result again from its visible pairs: one that is not finite, or far from 0.
 //
 // A tensor-core product adds 0 * x for a hidden pair, and 0 * NaN is NaN: a non-finite element
 // would reach all rows of its tile. One warp therefore repeats such a row pair by pair. Scores far
 // from 0 (see numeric.cuh) may differ by whole exponents if they are summed in another order or
-// rounded once more. Here forward and gradient form the same bits of a score, and form differences
-// of scores first. The functions are not inlined, so that the fast path keeps its registers. A lane
-// holds the columns lane, lane + 32, ... of a row. (D56)
+// rounded once more. Here forward and gradient form scores with the same bits, and subtract them
+// before they multiply by log2 e. The functions are not inlined, so that the fast path keeps its
+// registers. A lane holds the columns lane, lane + 32, ... of a row. (D56)
 #pragma once
 
 #include "schedule/tiles.cuh"
@@ -124,7 +123,7 @@ struct ExactRow {
     delta = statistics.delta;
   }
 
-  // The probability of a value of `apply`. Where a logit exceeds lse, that is a rounding error.
+  // The probability of a value of `apply`. Only a rounding error makes a logit exceed lse.
   CUFLASH_DEVICE Real probability(const Score& score, Real value) const {
     const Real difference = score.rounded_logit(value) - lse;
     const Real far_exponent = (difference > 0 ? 0 : difference) * log2_e;

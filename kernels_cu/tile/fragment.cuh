@@ -1,8 +1,9 @@
 // Which element of an accumulator a register holds, and how an accumulator becomes an operand of
 // the next product.
 //
-// An accumulator of mma.m16n8k16 is 16x8: lane t holds rows t/4 and t/4 + 8, columns 2 (t%4) and 2
-// (t%4) + 1. A warp's accumulator is acc[slices][tiles][4]: 16 rows per slice, 8 columns per tile.
+// An accumulator of mma.m16n8k16 is 16x8: lane t holds rows t/4 and t/4 + 8, columns 2 (t%4) and
+// the next one. A warp's accumulator is acc[slices][tiles][4]: 16 rows per slice, 8 columns per
+// tile.
 //
 //      columns   0 1 | 2 3 | 4 5 | 6 7
 //      row 0      t0    t1    t2    t3        registers 0, 1: row t/4
@@ -90,8 +91,7 @@ CUFLASH_DEVICE void scale_row(Real (&acc)[tiles][4], int half, Real factor) {
   }
 }
 
-// Two neighbouring 16x8 accumulators become one 16x16 operand. 16-bit elements are rounded once,
-// here.
+// Two neighbouring 16x8 accumulators become one 16x16 operand, of 16-bit elements rounded once.
 template <int slices, int tiles>
 CUFLASH_DEVICE void to_operand(Register (&frag)[slices][tiles / 2][operand_registers],
                                const Real (&acc)[slices][tiles][4]) {

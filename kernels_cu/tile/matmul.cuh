@@ -1,5 +1,4 @@
-// Which products a portable kernel uses, those of tensor cores or of CUDA cores, and where its
-// tiles are.
+// Whether a portable kernel multiplies by tensor cores or CUDA cores, and where its tiles are.
 #pragma once
 
 #include "simt/matmul.cuh"

@@ -38,8 +38,7 @@ CUFLASH_DEVICE uint32_t for_tf32(float x) {
   return __float_as_uint(x * factor);
 }
 
-// acc += a . b for 16-bit elements, TF32 and float64. `b` is one of two operands that were read
-// side by side.
+// acc += a . b for 16-bit elements, TF32 and float64. `b` is one of two operands side by side.
 template <Dtype dtype = Config::dtype>
 CUFLASH_DEVICE void multiply_fragments(float (&acc)[4], const uint32_t (&a)[4], const uint32_t* b) {
   ptx::mma_m16n8k16<dtype>(acc, a, b[0], b[1]);
@@ -101,7 +100,7 @@ CUFLASH_DEVICE Tf32Pair<8> read_split(const Reader& reader, int i, int j) {
   return parts;
 }
 
-// Products of `a` with two operands side by side: first those that have a low part, then high.high.
+// Products of `a` with two operands side by side: those with a low part, and the others.
 CUFLASH_DEVICE void add_small(float (&part)[2][4], const Tf32Pair<8>& a, const Tf32Pair<8>& b) {
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
@@ -171,7 +170,7 @@ CUFLASH_DEVICE void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
     // registers hold no more.
     constexpr int part_steps = BTile::columns % 64 == 0 ? part_columns / 16 : 1;
     constexpr int parts = BTile::columns / 16 / part_steps;
-    // How many parts are unrolled: as many as registers hold, without a rest. (D126)
+    // How many parts are unrolled: as many as registers hold, without a remainder. (D126)
     constexpr int steps_at_once = parts % 4 == 0 && parts > 4 ? 4 : 2;
     constexpr bool two_at_once = BTile::rows == 16 || parts == 2 || parts > 6;
     constexpr int at_once = part_steps == 1 ? steps_at_once : two_at_once ? 2 : 1;

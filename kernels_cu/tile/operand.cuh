@@ -3,7 +3,7 @@
 // fragment.cuh for the elements.
 //
 // ldmatrix reads 16-bit elements, and float32 that is summed over columns. With `distance` a reader
-// of float32 reads the low parts, which lie `distance` bytes behind the tile.
+// of float32 reads low parts, which lie `distance` bytes behind the high parts.
 #pragma once
 
 #include "ptx/mma_sync.cuh"
@@ -13,8 +13,7 @@
 
 namespace cuflash {
 
-// The distance in bytes from the high parts of a tile to its low parts, or 0 if the tile is not
-// split.
+// The bytes from the high parts of a tile to its low parts, or 0 if the tile is not split.
 template <typename Tile>
 constexpr int low_distance = 0;
 
@@ -81,8 +80,7 @@ struct ColumnsReader : RowsReader<Tile> {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // Neighbouring registers of `left` hold rows 8 apart in float64, columns 4 apart in
-        // float32.
+        // Neighbours in `left` are rows 8 apart in float64, columns 4 apart in float32.
         const int from = sizeof(Value) == 8 ? i % 2 * 2 + i / 2 : i;
         frag[i / 2 * 4 + 2 * half + i % 2] = left[4 * half + from];
       }
@@ -126,9 +124,8 @@ struct SumReader {
   }
 };
 
-// A left operand whose rows start at first_row. The four matrices of ldmatrix are (rows 0-7,
-// columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15) for 16-bit elements, half as wide for
-// float32.
+// A left operand whose rows start at first_row. For 16-bit elements the four matrices are (rows
+// 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15), for float32 half as wide.
 template <typename Tile>
 CUFLASH_DEVICE RowsReader<Tile> read_rows(const Tile& tile, int first_row = 0) {
   const int lane = ptx::thread_index() % 32;
@@ -148,8 +145,7 @@ CUFLASH_DEVICE ColumnsReader<Tile> read_columns(const Tile& tile) {
   return {{ptx::shared_address(tile.data) + offset}};
 }
 
-// Right operands of a matrix that is summed over its rows: its columns from first_column on, where
-// a panel begins.
+// Right operands of a matrix that is summed over its rows. A panel begins at first_column.
 template <typename Tile>
 CUFLASH_DEVICE SumReader<Tile> read_sums(const Tile& tile, int first_column = 0) {
   const int lane = ptx::thread_index() % 32;

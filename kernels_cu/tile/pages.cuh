@@ -6,8 +6,7 @@
 namespace cuflash {
 
 // The offset of a key's row from the first page, in elements. `numbers` is the entry's row of the
-// page table. Invalid page numbers are clamped to the first or the last page, so that no other
-// memory is read.
+// page table. Invalid page numbers become the first or the last page: no other memory is read.
 CUFLASH_DEVICE int64_t place_in_pages(const ForwardParams& params, const int32_t* numbers, int key,
                                       int64_t page_stride, int64_t row_stride) {
   const int column = key / params.page_size;

@@ -33,9 +33,9 @@ struct SmemTile {
 
   alignas(128) Element data[rows * columns];
 
-  // 8-byte elements are read in two ways at once: four chunks from each of two neighbouring rows,
-  // or two chunks from each of four rows, every other one. Bit 2 separates neighbouring rows, bits
-  // 1 and 2 separate every other row.
+  // One access to 8-byte elements reads four chunks from each of two neighbouring rows, or two
+  // chunks from each of four rows, every other one. Bit 2 separates neighbouring rows, bits 1 and 2
+  // separate every other row.
   CUFLASH_DEVICE static constexpr int swizzle(int row) {
     if (element_bytes == 8) return ((row ^ row >> 2) & 1) << 2 | (row & 2);
     return row_bytes == 128 ? row & 7 : (row_bytes == 64 ? (row >> 1) & 3 : (row >> 2) & 1);

@@ -8,8 +8,7 @@
 namespace cuflash {
 
 // One result of one batch entry: its matrix from `first_row` on, with any strides. This thread
-// block, or this warp, has the columns from `first_column` on. `width` is the padded width of the
-// result.
+// block, or this warp, has the columns from `first_column` on. `width` is the padded width.
 struct RowTarget {
   using Value = Storage<Config::out_dtype>;
   static constexpr Dtype halves = sizeof(Value) == 2 ? Config::out_dtype : Dtype::bfloat16;

@@ -11,8 +11,7 @@ struct KeyBlock {
 
 }  // namespace cuflash
 
-// Six numbers for each box: its offset in the tile in bytes, column, row and three batch
-// coordinates.
+// Six numbers for each box: its offset in the tile in bytes, column, row and three batch indices.
 extern "C" int boxes(const cuflash::ForwardParams* params, int flat, int first_key, int* found) {
   using namespace cuflash;
   static KeyBlock tile;

@@ -1,6 +1,5 @@
 // The barriers of a ring of tiles in Hopper's float32 kernels, without the tiles. One warpgroup
-// fills the ring, one multiplies, one skips every block. Compiles only with host_barriers.h, which
-// defines `host`.
+// fills the ring, one multiplies, one skips every block. `host` is that of host_barriers.h.
 #include "sm90_tf32/roles.cuh"
 
 namespace cuflash {

@@ -1,5 +1,4 @@
-// Calls clear_unowned_rows of Hopper's forward, alone: what a warp does about rows of no packed
-// sequence.
+// Calls clear_unowned_rows of Hopper's forward, alone, for rows of no packed sequence.
 #include "sm90/unowned_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(32)
