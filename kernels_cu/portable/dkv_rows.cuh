@@ -1,4 +1,4 @@
-// What a warp does with its keys' rows of dk and dv, by whichever products: p, ds, epilogue.
+// What a warp does with its keys' rows of dk and dv, for all kinds of products: p, ds, epilogue.
 #pragma once
 
 #include "simt/recompute_rows.cuh"

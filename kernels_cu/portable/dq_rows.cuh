@@ -1,4 +1,4 @@
-// What a warp does with its rows of dq, by whichever products: statistics, ds, epilogue.
+// What a warp does with its rows of dq, for all kinds of products: statistics, ds, epilogue.
 #pragma once
 
 #include "portable/seen_columns.cuh"

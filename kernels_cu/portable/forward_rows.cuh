@@ -1,4 +1,4 @@
-// What a warp does with its rows of the forward, by whichever products: scores, epilogue.
+// What a warp does with its rows of the forward, for all kinds of products: scores, epilogue.
 #pragma once
 
 #include "portable/seen_columns.cuh"

@@ -69,9 +69,8 @@ struct ScoreUnits : ScoreTraits {
   CUFLASH_DEVICE Real lse(Real reference, Real sum) const {
     if constexpr (!folds_scale) return fma(reference, unit(), log(sum));
     if constexpr (Config::dtype != Dtype::float32) return fma(reference, ln_2, log(sum));
-    // The backward multiplies by `scale`, which differs from ln_2 * scale_log2 by the rounding of
-    // each: at a logit of 100 a weight would err by 60 roundings, and all weights of a column
-    // alike.
+    // The backward multiplies by `scale`, which is ln_2 * scale_log2 up to the rounding of each: at
+    // a logit of 100 a weight would err by 60 roundings, and all weights of a column alike.
     const Real rest = fma(-ln_2, params.scale_log2, params.scale);
     const Real factor = params.scale_log2 > 0 ? rest / params.scale_log2 : 0;
     return fma(reference, ln_2, fma(reference, factor, log(sum)));
