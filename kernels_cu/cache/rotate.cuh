@@ -1,11 +1,11 @@
-// How a row is turned by its position: rotary embedding (Su et al. 2021, equation 34).
+// Rotary embedding: how a row is rotated by its position (Su et al. 2021, equation 34).
 #pragma once
 
 #include "schedule/scheduler.cuh"
 
 namespace cuflash {
 
-// Which features turn together, and how fast.
+// Which two features rotate together, and their frequency.
 struct Pairs {
   const double* frequencies;
   int count;
@@ -30,8 +30,8 @@ CUFLASH_DEVICE Element to_element(Real x) {
   }
 }
 
-// A row of `width` features of one array to another, by one warp. Angles are float64, so that far
-// positions lose no digits.
+// Copies a row of `width` features from one array to another and rotates it. Called by one warp.
+// Angles are float64, so that large positions lose no digits.
 CUFLASH_DEVICE void turn_row(Element* to, int64_t to_stride, const Element* from,
                              int64_t from_stride, int width, const Pairs& pairs, double position) {
   const int lane = ptx::thread_index() % 32;

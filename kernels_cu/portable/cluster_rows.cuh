@@ -1,11 +1,11 @@
-// Results of parts of the keys become one where the thread blocks of a tile are a cluster:
+// Combines the results of parts of the keys where the thread blocks of a tile are a cluster:
 //
 //   block i of n:  out_i, lse_i of row r of the tile              to block r % n
 //   block r % n:   lse = log sum exp lse_i,  out = sum exp(lse_i - lse) out_i
 //
-// The sums are those of forward_combine.cu, in its order. Rows are sent straight to the shared
-// memory of the block that combines them, whose barrier counts their bytes: no thread block waits
-// for another to read.
+// The sums are those of forward_combine.cu, in the same order. Rows are sent directly to the shared
+// memory of the block that combines them, whose mbarrier counts their bytes. So no thread block
+// waits for another one to read.
 #pragma once
 
 #include "portable/forward_rows.cuh"
@@ -15,9 +15,9 @@
 
 namespace cuflash {
 
-constexpr int most_cluster_parts = 8;  // that every device with clusters can run at once
+constexpr int most_cluster_parts = 8;  // every device with clusters runs clusters of 8
 
-// What a thread block receives: of each of its rows the results of all parts, one after the other.
+// What a thread block receives: for each of its rows the results of all parts, one after the other.
 template <bool clusters>
 struct ReceivedRows {};
 template <>
@@ -30,7 +30,7 @@ struct alignas(128) ReceivedRows<true> {
 };
 using Received = ReceivedRows<true>;
 
-// The rows of this thread block's tile, as the cluster deals them out, and where they go.
+// How the cluster shares out the rows of its tile, and where this thread block stores results.
 template <bool clusters>
 struct ClusterRows {
   CUFLASH_DEVICE void find(const ForwardParams&, const Work&, const Seqlen&) {}
@@ -38,9 +38,9 @@ struct ClusterRows {
 template <>
 struct ClusterRows<true> {
   Work work;
-  int num_rows;  // of the tile
+  int num_rows;  // rows of the tile
   int part, parts;
-  int per_part;  // of 2^16: rows are few, and a product takes the place of a division
+  int per_part;  // about 2^16 / parts: rows are few, and a product replaces a division
   RowTarget::Value* out;
   Real* lse;  // may be null
 
@@ -59,14 +59,14 @@ struct ClusterRows<true> {
     }
   }
 
-  // Block `row % parts` has a row in this slot.
+  // The slot of a row in block `row % parts`, which combines it: row / parts.
   CUFLASH_DEVICE int slot_of(int row) const { return row * per_part >> 16; }
   CUFLASH_DEVICE int own() const { return slot_of(max(num_rows - part + parts - 1, 0)); }
 };
 
-constexpr int sent_bytes = sizeof(Real) * (Config::head_dim_v + 1);  // of a row: out and lse
+constexpr int sent_bytes = sizeof(Real) * (Config::head_dim_v + 1);  // a row of out and its lse
 
-// Sends rows to the thread block that combines them, each once: its barrier counts what is sent.
+// Sends each row once to the thread block that combines it, whose mbarrier counts the bytes.
 struct SentRows {
   Received& received;
   const ClusterRows<true>& rows;
@@ -99,7 +99,7 @@ struct SentRows {
     ptx::send_in_cluster(place.lse, place.barrier, lse);
   }
 
-  // A whole row, by a warp.
+  // Sends a whole row. Called by one warp.
   CUFLASH_DEVICE void store(const ForwardParams&, const BatchIndex&, int q_idx, const VColumns& o,
                             Real factor) const {
     const Place place = place_of(q_idx);
@@ -112,7 +112,7 @@ struct SentRows {
   }
 };
 
-// By all threads, before anything is sent.
+// Called by all threads, before anything is sent.
 CUFLASH_DEVICE void begin_cluster(ReceivedRows<false>&) {}
 CUFLASH_DEVICE void begin_cluster(Received& received) {
   if (ptx::thread_index() == 0) {
@@ -122,13 +122,13 @@ CUFLASH_DEVICE void begin_cluster(Received& received) {
   ptx::cluster_arrive();
 }
 
-// out and lse of the rows that this thread block receives, a warp for each.
+// Computes out and lse of the rows that this thread block receives, one warp for each row.
 CUFLASH_DEVICE void combine_received_rows(const ForwardParams& params, Received& received,
                                           const ClusterRows<true>& rows) {
   const int own = rows.own(), width = params.head_dim_v, lane = lane_index();
   if (own == 0) return;
   const uint32_t barrier = ptx::shared_address(&received.arrived);
-  if (ptx::thread_index() == 0) {  // some bytes may have come
+  if (ptx::thread_index() == 0) {  // some bytes may have arrived already
     ptx::mbarrier_arrive_expect(barrier, own * rows.parts * sent_bytes);
   }
   ptx::mbarrier_wait(barrier, 0);
@@ -142,7 +142,7 @@ CUFLASH_DEVICE void combine_received_rows(const ForwardParams& params, Received&
       lse[i] = i < rows.parts ? received.lse[first + i] : -infinity();
     }
     const PartSums sums(lse);
-    // One division for each lane, not for each part.
+    // One division in each lane instead of one for each part.
     const Real own_share = sums.share(lane < rows.parts ? received.lse[first + lane] : -infinity());
 #pragma unroll
     for (int i = 0; i < most_cluster_parts; ++i) {
@@ -164,19 +164,19 @@ CUFLASH_DEVICE void combine_received_rows(const ForwardParams& params, Received&
   }
 }
 
-// From registers to out and lse: the caller's, or those of parts.
+// Stores out and lse from registers, in the caller's arrays or in those of parts.
 template <int slices, int out_tiles>
 CUFLASH_DEVICE void finish_rows(const ForwardParams& params, ReceivedRows<false>&,
                                 const ClusterRows<false>&, WarpSoftmax<slices>& softmax,
                                 const Real (&o_acc)[slices][out_tiles][4]) {
   store_rows(params, warp_index(), softmax, o_acc, Work::of_this_block(params));
 }
-// The same of a cluster, which combines its parts.
+// The same for a cluster, which combines its parts.
 template <int slices, int out_tiles>
 CUFLASH_DEVICE void finish_rows(const ForwardParams& params, Received& received,
                                 const ClusterRows<true>& rows, WarpSoftmax<slices>& softmax,
                                 const Real (&o_acc)[slices][out_tiles][4]) {
-  ptx::cluster_wait();  // every barrier is there
+  ptx::cluster_wait();  // every mbarrier is initialised
   store_rows(params, warp_index(), softmax, o_acc, rows.work, SentRows{received, rows});
   combine_received_rows(params, received, rows);
 }

@@ -1,5 +1,4 @@
-// What a warp does with its keys' rows of dk and dv, whatever multiplies them: p, ds, and
-// the end.
+// What a warp does with its keys' rows of dk and dv, for all kinds of products: p, ds, epilogue.
 #pragma once
 
 #include "simt/recompute_rows.cuh"
@@ -8,7 +7,7 @@
 
 namespace cuflash {
 
-// What a warp sums: its keys' rows of dk and dv, or of one of them.
+// The sums of a warp: its keys' rows of dk and dv. Unless both are wanted, one of them is a stub.
 constexpr int dk_columns = Config::grad_k ? Config::head_dim / own_parts : 16;
 constexpr int dv_columns = Config::grad_v ? Config::head_dim_v / own_parts : 16;
 
@@ -20,7 +19,7 @@ struct Gradients {
 
 using Work = KeyTile;
 
-// The queries that see a tile's keys, of the owner's `index`-th batch entry: what all warps walk.
+// The queries that see a tile's keys in the owner's `index`-th batch entry, for all warps.
 struct TileWalk {
   Work work;
   BatchIndex entry;
@@ -37,7 +36,7 @@ struct TileWalk {
         blocks(score.q_blocks(keys.begin, keys.end)) {}
 };
 
-// Starts the copy of a tile's keys and, where dk asks for them, values.
+// Starts the copy of a tile's keys and, if dk is computed, of its values.
 template <typename Shared>
 CUFLASH_DEVICE void load_keys(const BackwardParams& params, Shared& smem, const BatchIndex& entry,
                               int first_key) {
@@ -51,12 +50,12 @@ CUFLASH_DEVICE void load_keys(const BackwardParams& params, Shared& smem, const 
   }
 }
 
-// Of two neighbouring columns, read at once.
+// The statistics of two neighbouring columns (queries), read at once.
 struct alignas(16) TwoRows {
   Real first_lse, first_delta, second_lse, second_delta;
 };
 
-// s^T becomes p^T, dp^T becomes ds^T.
+// Replaces s^T by p^T and dp^T by ds^T.
 template <bool masked, int slices, int tiles>
 CUFLASH_DEVICE void compute_p_ds(Real (&s_acc)[slices][tiles][4], Real (&dp_acc)[slices][tiles][4],
                                  const RowStatistics* rows, const Score& score, int first_row,
@@ -99,7 +98,7 @@ CUFLASH_DEVICE void compute_p_ds(Real (&s_acc)[slices][tiles][4], Real (&dp_acc)
             Real& ds = dp_acc[s][t][2 * half + i];
             const Real dp = kept.contains(s, t, 2 * half + i) ? ds * scale : 0;
             ds = value * (dp - delta) * score.derivative_at(logit, product, q_idx, kv_idx);
-            // An invisible value may be NaN: zero times it would not do.
+            // A hidden pair's values may be NaN, and 0 * NaN is NaN.
             if ((masked || Config::holds_bias) && logit == -infinity()) ds = 0;
           }
           if (!kept.contains(s, t, 2 * half + i)) value = 0;
@@ -109,7 +108,7 @@ CUFLASH_DEVICE void compute_p_ds(Real (&s_acc)[slices][tiles][4], Real (&dp_acc)
   }
 }
 
-// One result of the keys of the `warp`th warp.
+// Stores one result of the keys of warp `warp`.
 template <int slices, int tiles>
 CUFLASH_DEVICE void store_rows(const RowTarget& target, int warp, int first_key, int num_keys,
                                Real factor, const Real (&acc)[slices][tiles][4]) {

@@ -1,4 +1,4 @@
-// What a warp does with its rows of dq, whatever multiplies them: statistics, ds, and the end.
+// What a warp does with its rows of dq, for all kinds of products: statistics, ds, epilogue.
 #pragma once
 
 #include "portable/seen_columns.cuh"
@@ -10,7 +10,7 @@ namespace cuflash {
 
 using Work = RowTile;
 
-// The keys that a tile's rows see, of the owner's `index`-th batch entry: what all warps walk.
+// The keys that a tile's rows see in the owner's `index`-th batch entry, for all warps.
 struct TileWalk {
   Work work;
   BatchIndex entry;
@@ -27,7 +27,7 @@ struct TileWalk {
         blocks(score.kv_blocks(rows.begin, rows.end)) {}
 };
 
-// The statistics of this lane's rows.
+// Reads the statistics of this lane's rows.
 template <int slices>
 CUFLASH_DEVICE void read_statistics(RowStatistics (&rows)[slices][2], const BackwardParams& params,
                                     const BatchIndex& entry, const Seqlen& seqlen, int first_row) {
@@ -38,7 +38,7 @@ CUFLASH_DEVICE void read_statistics(RowStatistics (&rows)[slices][2], const Back
   });
 }
 
-// s becomes ds.
+// Replaces s by ds.
 template <bool masked, int slices, int tiles>
 CUFLASH_DEVICE void compute_ds(Real (&s_acc)[slices][tiles][4],
                                const Real (&dp_acc)[slices][tiles][4],
@@ -62,13 +62,13 @@ CUFLASH_DEVICE void compute_ds(Real (&s_acc)[slices][tiles][4],
       const Real p = power(score.probability_exponent(logit, rows[s][half].lse));
       const Real ds = p * (dp_acc[s][t][2 * half + i] - rows[s][half].delta);
       value = ds * score.derivative_at(logit, product, q_idx, kv_idx);
-      // An invisible value may be NaN: zero times it would not do.
+      // A hidden pair's values may be NaN, and 0 * NaN is NaN.
       if ((masked || Config::holds_bias) && logit == -infinity()) value = 0;
     });
   });
 }
 
-// dq of the rows of the `warp`th warp.
+// Stores dq of the rows of warp `warp`. Non-finite rows are computed again.
 template <int slices, int dq_tiles>
 CUFLASH_DEVICE void store_rows(const BackwardParams& params, int warp,
                                const Real (&dq_acc)[slices][dq_tiles][4]) {

@@ -1,5 +1,5 @@
-// What the blocks of pairs of backward_dscore_sm80.cu add to sums of the scores' gradient, whatever
-// these are sums of.
+// What a block of pairs adds to the sums of the scores' gradient in backward_dscore_sm80.cu, over
+// whatever they sum.
 #pragma once
 
 #include "tile/matmul.cuh"
@@ -15,7 +15,8 @@ struct SharedMemory {
   using KTile = StreamedTile<Config::block_n, Config::head_dim>;
   using VTile = StreamedTile<Config::block_n, Config::head_dim_v>;
 
-  // Of a batch entry: where sums are of pairs, those of the next are under way.
+  // The operands of a block of one batch entry. Where each pair has its own sum (SumsTo::pairs),
+  // the operands of the next entry are loaded at the same time.
   struct Operands {
     QTile q;
     DoutTile dout;
@@ -31,15 +32,15 @@ static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp ow
 constexpr int tiles = Config::block_n / 8;
 constexpr bool streams_queries = Config::sums_to == SumsTo::keys;
 
-// Sums of slopes and scale lie where the packed queries do; a bias has a matrix for each sequence,
-// or one for all.
+// With packing, sums for slopes and scale are stored like the packed queries. A bias has one matrix
+// for each sequence, or one for all.
 constexpr bool packed = Config::cu_seqlens != Dtype::none;
 constexpr bool of_packed_rows = packed && Config::grad_of != GradOf::bias;
 
-// The tile of this thread block, as often as it is asked for.
+// The tile of this thread block, computed again at each call.
 struct Work {
-  int m_block;  // unless queries are streamed
-  int n_block;  // unless keys are
+  int m_block;  // 0 if queries are streamed
+  int n_block;  // 0 if keys are streamed
   int owner;
   Range sequences;
 
@@ -70,7 +71,7 @@ struct Work {
     return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
   }
 
-  // Extents of a bias.
+  // The extents of the bias.
   CUFLASH_DEVICE static int num_rows(const BackwardParams& params) {
     return packed ? params.score.q_length : params.score.seqlen_q;
   }
@@ -79,8 +80,8 @@ struct Work {
   }
 };
 
-// The bias of this thread block's pairs, where all entries of the owner share it: sums are of what
-// is broadcast along them. Absent where it is read pair by pair.
+// The bias of this thread block's pairs, where all entries of the owner share one bias, because it
+// is broadcast along them. Empty if the bias is read pair by pair.
 constexpr bool holds_bias = Config::holds_bias;
 static_assert(!holds_bias || (Config::grad_of == GradOf::bias && !packed && !Config::simt),
               "one matrix for all entries");
@@ -102,7 +103,7 @@ struct HeldBias {
   }
 };
 
-// What a pair adds to the result, from the gradient of its score.
+// What a pair adds to the result, from the gradient `ds` of its logit.
 CUFLASH_DEVICE Real contribution(const Score& score, Real ds, Real product, int q_idx, int kv_idx) {
   if constexpr (Config::grad_of == GradOf::alibi_slopes) {
     return -ds * score.formula_slope(product, q_idx, kv_idx) * score.distance(q_idx, kv_idx);
@@ -113,7 +114,7 @@ CUFLASH_DEVICE Real contribution(const Score& score, Real ds, Real product, int 
   }
 }
 
-// Adds the pairs of one block but those of queries far from 0, of which `any_far` tells.
+// Adds the pairs of one block, except those of queries far from 0: they set `any_far`.
 template <bool masked>
 CUFLASH_DEVICE void add_pairs(Real (&acc)[slices][tiles][4], const Real (&s_acc)[slices][tiles][4],
                               const Real (&dp_acc)[slices][tiles][4],
@@ -150,7 +151,7 @@ CUFLASH_DEVICE void add_pairs(Real (&acc)[slices][tiles][4], const Real (&s_acc)
           }
           const Real p = power(score.probability_exponent(logit, row.lse));
           const Real ds = p * (dp_acc[s][t][2 * half + i] - row.delta);
-          // An invisible value may be NaN: zero times it would not do.
+          // A hidden pair's values may be NaN, and 0 * NaN is NaN.
           if (!(masked || holds_bias) || logit != -infinity()) {
             acc[s][t][2 * half + i] += contribution(score, ds, product, q_idx, kv_idx);
           }
@@ -160,7 +161,7 @@ CUFLASH_DEVICE void add_pairs(Real (&acc)[slices][tiles][4], const Real (&s_acc)
   }
 }
 
-// Starts to load one block of one batch entry.
+// Starts the copies of one block of one batch entry.
 CUFLASH_DEVICE void load_block(const BackwardParams& params, SharedMemory::Operands& smem,
                                const BatchIndex& entry, const Score& score, int first_row,
                                int first_key) {
@@ -176,7 +177,7 @@ CUFLASH_DEVICE void load_block(const BackwardParams& params, SharedMemory::Opera
   load_tile(smem.v, v, first_key, keys);
 }
 
-// Adds the pairs of a block that is there.
+// Adds the pairs of a block whose operands are in shared memory.
 CUFLASH_DEVICE void add_loaded(const BackwardParams& params, SharedMemory::Operands& smem,
                                const BatchIndex& entry, const Score& score, const HeldBias& bias,
                                int first_row, int first_key, bool masked,
@@ -199,25 +200,25 @@ CUFLASH_DEVICE void add_loaded(const BackwardParams& params, SharedMemory::Opera
   }
 }
 
-// Adds one block of pairs of one batch entry.
+// Loads and adds one block of pairs of one batch entry.
 CUFLASH_DEVICE void add_block(const BackwardParams& params, SharedMemory& smem,
                               const BatchIndex& entry, const Score& score, int first_row,
                               int first_key, bool masked, Real (&acc)[slices][tiles][4],
                               bool& any_far) {
   SharedMemory::Operands& operands = smem.operands[0];
-  __syncthreads();  // every warp is done with the block before
+  __syncthreads();  // every warp is done with the previous block
   load_block(params, operands, entry, score, first_row, first_key);
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
   split(operands.k);
   split(operands.v);
-  __syncthreads();  // all four are there
+  __syncthreads();  // q, dout, k and v are complete
   const HeldBias bias(score, first_row + warp_index() * 16 * slices, first_key);
   add_loaded(params, operands, entry, score, bias, first_row, first_key, masked, acc, any_far);
 }
 
-// The same block of every entry of the owner that sees something of it: the operands of the next
-// entry come while this one's pairs are added.
+// Adds one block of pairs of every entry of the owner in which some of these pairs are visible. The
+// operands of the next entry are loaded while this entry's pairs are added.
 struct EntriesOfPairs {
   const BackwardParams& params;
   SharedMemory& smem;
@@ -239,11 +240,11 @@ struct EntriesOfPairs {
       ptx::cp_async_wait<1>();
       split(smem.operands[stage].k);
       split(smem.operands[stage].v);
-      __syncthreads();  // this entry's are there
+      __syncthreads();  // this entry's operands are complete
       const Score score(params.score, entry(index));
       add_loaded(params, smem.operands[stage], entry(index), score, bias, first_row, first_key,
                  blocks_of(score).masked(work.n_block), acc, any_far);
-      __syncthreads();  // every warp is done with them
+      __syncthreads();  // every warp is done with these operands
       index = next;
     }
   }
@@ -256,7 +257,7 @@ struct EntriesOfPairs {
                first_row, first_key);
   }
 
-  // The first entry from `index` on of which some row sees something of the block.
+  // The first entry from `index` on in which some pair of the block is visible.
   CUFLASH_DEVICE int first_from(int index) const {
 #pragma unroll 1
     for (; index < params.grid.entries_per_owner; ++index) {

@@ -1,12 +1,12 @@
-// How two warps that own the same rows give each other their parts of a left operand: the lanes of
-// both hold the same rows of it, so that each lane leaves its registers for one lane of the other.
+// How two warps that share rows exchange their parts of a left operand. A lane has the same rows in
+// both warps, so each lane stores its registers for the same lane of the other warp.
 #pragma once
 
 #include "tile/fragment.cuh"
 
 namespace cuflash {
 
-// Of one warp: 16 `slices` rows, 16 `steps` columns.
+// The part of one warp: 16 `slices` rows and 16 `steps` columns.
 template <int slices, int steps>
 struct LeftOperand {
   struct alignas(2 * sizeof(Register)) Two {

@@ -1,4 +1,4 @@
-// What a warp does with its rows of the forward, whatever multiplies them: scores, and the end.
+// What a warp does with its rows of the forward, for all kinds of products: scores, epilogue.
 #pragma once
 
 #include "portable/seen_columns.cuh"
@@ -8,7 +8,7 @@
 
 namespace cuflash {
 
-// Scores of one block of keys: raw products become logits, what is invisible -inf.
+// Replaces the products of one block of keys by logits, and by -inf for hidden pairs.
 template <bool masked, int slices, int tiles>
 CUFLASH_DEVICE void apply_score(Real (&s_acc)[slices][tiles][4], const Score& score, int first_row,
                                 int first_key) {
@@ -31,7 +31,7 @@ CUFLASH_DEVICE void apply_score(Real (&s_acc)[slices][tiles][4], const Score& sc
   });
 }
 
-// The tile of this thread block, as often as it is asked for.
+// The tile of this thread block, computed again at each call.
 struct Work {
   int first_row;
   BatchIndex entry;
@@ -43,7 +43,7 @@ struct Work {
   }
 };
 
-// The keys that a tile's rows see: what all warps walk.
+// The keys that a tile's rows see, for all warps.
 struct TileWalk {
   Work work;
   Score score;
@@ -58,7 +58,7 @@ struct TileWalk {
         blocks(score.kv_blocks(rows.begin, rows.end)) {}
 };
 
-// out and lse of the rows of the `warp`th warp; rows that saw nothing become +0 and
+// Stores out and lse of the rows of warp `warp`. Rows that saw no key become +0 and
 // lse_without_keys.
 template <int slices, int out_tiles, typename Target = CallersRows>
 CUFLASH_DEVICE void store_rows(const ForwardParams& params, int warp, WarpSoftmax<slices>& softmax,
@@ -69,7 +69,7 @@ CUFLASH_DEVICE void store_rows(const ForwardParams& params, int warp, WarpSoftma
   const int first_q = score.seqlen.first_q;
   const auto out = to.pairs(params, work.entry, first_q);
   softmax.finish();
-  uint32_t unsure[slices], broken[slices];  // each row goes to its target once
+  uint32_t unsure[slices], broken[slices];  // each row is stored once
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
     bool marks[2];
@@ -103,7 +103,7 @@ CUFLASH_DEVICE void store_rows(const ForwardParams& params, int warp, WarpSoftma
       }
     }
   }
-  __syncwarp();  // an exact row is written by all lanes
+  __syncwarp();  // recompute_out writes a row by all lanes
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
     const int first_row = work.first_row + warp * 16 * slices + 16 * s;

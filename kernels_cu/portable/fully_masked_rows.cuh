@@ -1,5 +1,4 @@
-// The statistics of streamed queries in shared memory, and what is done about queries that see
-// nothing.
+// The statistics of streamed queries in shared memory, and how queries that see no key are cleared.
 #pragma once
 
 #include "ptx/cp_async.cuh"
@@ -9,7 +8,7 @@
 namespace cuflash {
 
 // Starts the copy of the statistics of block_m rows. Rows outside `valid` become zero: they lie in
-// masked blocks, where nothing is visible to them.
+// masked blocks, where they see no key.
 CUFLASH_DEVICE void load_statistics(RowStatistics (&to)[Config::block_m], const RowStatistics* from,
                                     int first_row, Range valid) {
   const int row = ptx::thread_index();
@@ -19,9 +18,9 @@ CUFLASH_DEVICE void load_statistics(RowStatistics (&to)[Config::block_m], const 
   }
 }
 
-// Within the rows of some key a mask or a bias can leave a row without anything visible: nothing it
-// holds may reach a product. Such rows have lse = +inf here and are rare. Each of `tiles` points to
-// as many as hold block_m rows together.
+// Clears rows that see no key although they lie within q_range of some key, because of a mask or a
+// bias: nothing they hold may reach a product. They have lse = +inf here and are rare. Each of
+// `tiles` points to as many tiles as hold block_m rows together.
 template <typename... Tiles>
 CUFLASH_DEVICE void clear_fully_masked_rows(const RowStatistics (&rows)[Config::block_m],
                                             Tiles*... tiles) {

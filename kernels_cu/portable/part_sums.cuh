@@ -1,4 +1,4 @@
-// What the results of parts of the keys are worth beside each other.
+// The weights with which results of parts of the keys are combined.
 #pragma once
 
 #include "numeric.cuh"
@@ -6,11 +6,11 @@
 
 namespace cuflash {
 
-// Of a row: the largest of its lse_i, and the sum of exp(lse_i - largest).
+// For one row: the largest of its lse_i, and the sum of exp(lse_i - largest).
 struct PartSums {
   Real largest = -infinity(), total = 0;
 
-  // By the lanes of a warp, which share the parts.
+  // Called by a warp, whose lanes share the parts.
   CUFLASH_DEVICE PartSums(const Real* lse, int parts) {
 #pragma unroll 4
     for (int i = lane_index(); i < parts; i += 32) largest = fmax(largest, lse[i]);
@@ -26,7 +26,7 @@ struct PartSums {
     }
   }
 
-  // By one thread, in the same order: lanes that have no part add 0.
+  // Called by one thread. The additions have the same order: lanes without a part add 0.
   template <int parts>
   CUFLASH_DEVICE explicit PartSums(const Real (&lse)[parts]) {
     static_assert((parts & (parts - 1)) == 0, "lanes add up by halves");
@@ -43,12 +43,12 @@ struct PartSums {
     total = sums[0];
   }
 
-  // NaN and +inf stay what they are.
+  // exp(lse - largest), or 0 for a part that saw no key. NaN and +inf are passed on.
   CUFLASH_DEVICE Real weight(Real lse) const {
     return lse == -infinity() ? 0 : power_of_two((lse - largest) * log2_e);
   }
 
-  // What a part's out counts for: of large values no sum overflows.
+  // The factor of a part's out, divided by the total: no sum of large values overflows.
   CUFLASH_DEVICE Real share(Real lse) const { return weight(lse) / total; }
 
   CUFLASH_DEVICE Real lse() const { return total == 0 ? -infinity() : largest + log(total); }

@@ -1,19 +1,19 @@
-// Which keys a row sees, of the columns of a block that a lane holds.
+// Which keys a row sees, among the columns of a block that a lane holds.
 #pragma once
 
 #include "score/score.cuh"
 
 namespace cuflash {
 
-// All of them in a block that is not `masked`.
+// A row sees all keys of a block that is not `masked`.
 template <bool masked, int tiles>
 struct SeenColumns {
   const Score& score;
-  const int q_idx, first_key;  // of the lane's first column
-  const Range keys;            // counted from there: columns are compared as constants
+  const int q_idx, first_key;  // first_key: of the lane's first column
+  const Range keys;            // relative to first_key: columns are compared as constants
   ColumnBits seen;
 
-  // Asked for by a whole warp.
+  // Called by a whole warp.
   CUFLASH_DEVICE SeenColumns(const Score& score, int q_idx, int first_key)
       : score(score),
         q_idx(q_idx),

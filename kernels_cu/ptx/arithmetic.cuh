@@ -1,11 +1,12 @@
-// Conversions and approximate functions that C++ has no spelling for.
+// Conversions, approximate functions and bit operations that C++ has no spelling for.
 #pragma once
 
 #include "config.cuh"
 
 namespace cuflash::ptx {
 
-// x, which is computed whether or not it is used: no branch skips it.
+// Returns x. The empty asm statement makes the compiler compute x even where it is not used, so
+// that no branch skips the work.
 CUFLASH_DEVICE float computed(float x) {
   asm volatile("" : "+f"(x));
   return x;
@@ -19,7 +20,7 @@ CUFLASH_DEVICE float exp2_approx(float x) {
   return y;
 }
 
-// The larger of two, NaN if either is.
+// The larger of two numbers, or NaN if one of them is NaN.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-max
 CUFLASH_DEVICE float max_or_nan(float x, float y) {
   float larger;
@@ -27,8 +28,8 @@ CUFLASH_DEVICE float max_or_nan(float x, float y) {
   return larger;
 }
 
-// Two float32 rounded to nearest even; `low` lands in the lower half, the lower address. Before
-// sm_80 they are rounded one by one.
+// Rounds float32 to 16 bits, to nearest even. In a pair `low` is the lower half, at the lower
+// address. Before sm_80 the two numbers are rounded one by one.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
 CUFLASH_DEVICE uint16_t float_to_float16(float x) {
   uint16_t bits;
@@ -61,8 +62,8 @@ CUFLASH_DEVICE uint32_t pack_bfloat16(float low, float high) {
   }
 }
 
-// Four float32 rounded to nearest even, what is too large to the largest; `x0` lands at the lowest
-// address.
+// Rounds four float32 to 8 bits, to nearest even. Numbers that are too large become the largest of
+// the format. `x0` is at the lowest address.
 #define CUFLASH_PTX_PACK_FLOAT8(dtype)                                              \
   CUFLASH_DEVICE uint32_t pack_##dtype(float x0, float x1, float x2, float x3) {    \
     uint32_t packed;                                                                \
@@ -76,14 +77,14 @@ CUFLASH_DEVICE uint32_t pack_bfloat16(float low, float high) {
 CUFLASH_PTX_PACK_FLOAT8(e4m3)
 CUFLASH_PTX_PACK_FLOAT8(e5m2)
 
-// Two numbers of 8 bits as float16, which holds them.
+// Converts two e4m3 numbers to float16, which holds them exactly.
 CUFLASH_DEVICE uint32_t e4m3_to_float16(uint32_t pair) {
   uint32_t halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
   return halves;
 }
 
-// In each half all bits become its highest.
+// Fills each 16-bit half with its highest bit.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prmt
 CUFLASH_DEVICE uint32_t spread_high_bits(uint32_t x) {
   uint32_t spread;
@@ -91,7 +92,7 @@ CUFLASH_DEVICE uint32_t spread_high_bits(uint32_t x) {
   return spread;
 }
 
-// Of each half, as unsigned numbers; one instruction together with a sum.
+// The minimum of each 16-bit half, unsigned. With a sum it becomes one instruction.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#integer-arithmetic-instructions-min
 CUFLASH_DEVICE uint32_t min_of_halves(uint32_t x, uint32_t y) {
   uint32_t smallest;
@@ -99,7 +100,7 @@ CUFLASH_DEVICE uint32_t min_of_halves(uint32_t x, uint32_t y) {
   return smallest;
 }
 
-// Of each half, modulo 2^16.
+// The sum of each 16-bit half, modulo 2^16.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#integer-arithmetic-instructions-add
 CUFLASH_DEVICE uint32_t sum_of_halves(uint32_t x, uint32_t y) {
   uint32_t sum;
@@ -107,7 +108,7 @@ CUFLASH_DEVICE uint32_t sum_of_halves(uint32_t x, uint32_t y) {
   return sum;
 }
 
-// Of each half, as signed numbers; one instruction together with a sum.
+// The maximum of each 16-bit half, signed. With a sum it becomes one instruction.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#integer-arithmetic-instructions-max
 CUFLASH_DEVICE uint32_t signed_max_of_halves(uint32_t x, uint32_t y) {
   uint32_t largest;

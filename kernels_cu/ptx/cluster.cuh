@@ -1,24 +1,25 @@
-// Thread blocks that run at the same time, and reach each other's shared memory.
+// Thread block clusters: barriers, and access to the shared memory of other thread blocks.
 #pragma once
 
 #include "config.cuh"
 
 namespace cuflash::ptx {
 
-// All threads of the cluster meet; what each wrote before is visible to all.
+// A barrier of all threads of the cluster: writes before it are visible to all threads after it.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-barrier-cluster
 CUFLASH_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// The same in two steps, of which the first says nothing of what was written: with `.release` it
-// would wait for global memory (MEMBAR.ALL.GPU).
+// The same barrier in two steps. This arrival publishes no writes: with `.release` it would wait
+// for writes to global memory (MEMBAR.ALL.GPU).
 CUFLASH_DEVICE void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 CUFLASH_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// Where `smem`, an address of this thread block, lies in that of this rank.
+// Maps `smem`, an address in this thread block's shared memory, to the same place in the shared
+// memory of the thread block `rank`.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
 CUFLASH_DEVICE uint32_t shared_address_of(uint32_t rank, uint32_t smem) {
   uint32_t address;
@@ -32,8 +33,9 @@ CUFLASH_DEVICE int load_shared_of_cluster(uint32_t from) {
   return value;
 }
 
-// `barrier` as shared_address_of gives it; predicated as mbarrier_arrive_if. Says what was read:
-// `.release.cluster` would also wait for all that was written to global memory (MEMBAR.ALL.GPU).
+// Arrives at `barrier`, an address from shared_address_of, if `mine`: predicated like
+// mbarrier_arrive_if. It only signals that something has been read. `.release.cluster` would also
+// wait for all earlier writes to global memory (MEMBAR.ALL.GPU).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
 CUFLASH_DEVICE void mbarrier_arrive_in_cluster_if(uint32_t barrier, bool mine) {
   asm volatile(
@@ -43,8 +45,8 @@ CUFLASH_DEVICE void mbarrier_arrive_in_cluster_if(uint32_t barrier, bool mine) {
       : "memory");
 }
 
-// One number, or two neighbours, to another thread block, counted on its `barrier`; addresses as
-// shared_address_of gives them.
+// Sends one number, or two neighbours, to the shared memory of another thread block, whose
+// `barrier` counts the bytes. `to` and `barrier` are addresses from shared_address_of.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st-async
 CUFLASH_DEVICE void send_in_cluster(uint32_t to, uint32_t barrier, float x) {
   asm volatile(
@@ -73,7 +75,7 @@ CUFLASH_DEVICE void send_in_cluster(uint32_t to, uint32_t barrier, double x, dou
       : "memory");
 }
 
-// Bytes in one piece to another thread block, counted on its `barrier`.
+// Copies contiguous bytes to another thread block, whose `barrier` counts them.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
 CUFLASH_DEVICE void bulk_copy_in_cluster(uint32_t to, uint32_t from, int bytes, uint32_t barrier) {
   asm volatile(

@@ -1,12 +1,12 @@
-// Asynchronous copies from global to shared memory that bypass registers; plain ones where there
-// are none.
+// Asynchronous copies from global to shared memory that bypass registers (cp.async). With
+// Config::simt plain copies take their place.
 #pragma once
 
 #include "config.cuh"
 
 namespace cuflash::ptx {
 
-// The L2 cache evicts these bytes before others (sm_80 and later).
+// The policy by which the L2 cache evicts these bytes before others (sm_80 and later).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-createpolicy
 CUFLASH_DEVICE uint64_t evict_first() {
   uint64_t policy;
@@ -14,7 +14,7 @@ CUFLASH_DEVICE uint64_t evict_first() {
   return policy;
 }
 
-// Copies `bytes`, or fills the destination with zeros without reading the source.
+// Copies `bytes` bytes if `valid`. Otherwise it writes zeros and does not read the source.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
 template <int bytes>
 CUFLASH_DEVICE void cp_async(uint32_t smem, const void* source, bool valid) {

@@ -1,19 +1,19 @@
-// Loads from global memory that must not become branches.
+// A load from global memory that must not become a branch, and a number hidden from the compiler.
 #pragma once
 
 #include "config.cuh"
 
 namespace cuflash::ptx {
 
-// The same number, unknown to the compiler: it computes no multiples before a loop to keep them.
-// (D87)
+// Returns x, but hides its value from the compiler, which therefore cannot compute multiples of x
+// before a loop and keep them in registers. (D87)
 CUFLASH_DEVICE int64_t renewed(int64_t x) {
   asm volatile("" : "+l"(x));
   return x;
 }
 
-// What lies at the address if index < count, or zero without reading it: a predicated instruction,
-// so that many of them are in flight together. (D88)
+// Returns *from if index < count, else 0 without reading memory. It is one predicated instruction,
+// so that many such loads are in flight together. (D88)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
 CUFLASH_DEVICE float load_global_below(const float* from, uint32_t index, uint32_t count) {
   float x;

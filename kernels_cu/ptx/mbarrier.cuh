@@ -1,6 +1,6 @@
-// Barriers in shared memory that count arrivals and, for TMA, bytes. A phase ends when all arrivals
-// and bytes are in; waiting is by the parity of the phase, so a waiter must not fall two phases
-// behind.
+// Barriers in shared memory that count arrivals and, for TMA, bytes. A phase ends when all expected
+// arrivals and bytes are in. A wait names only the parity of its phase, so a waiter must not fall
+// two phases behind.
 #pragma once
 
 #include "config.cuh"
@@ -12,14 +12,14 @@ CUFLASH_DEVICE void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine.
+// Makes initialised barriers visible to TMA.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-membar
 CUFLASH_DEVICE void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives if `mine`: a predicated instruction, no branch, so that it may stand where products are
-// in flight.
+// Arrives if `mine`. This is a predicated instruction and no branch, so that it may stand where
+// products are in flight.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
 CUFLASH_DEVICE void mbarrier_arrive_if(uint32_t barrier, bool mine) {
   asm volatile(
@@ -29,7 +29,7 @@ CUFLASH_DEVICE void mbarrier_arrive_if(uint32_t barrier, bool mine) {
       : "memory");
 }
 
-// Arrives and announces bytes that TMA will bring.
+// Arrives, and makes the phase expect `bytes` more bytes from TMA.
 CUFLASH_DEVICE void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -43,13 +43,13 @@ CUFLASH_DEVICE void mbarrier_arrive_expect_if(uint32_t barrier, int bytes, bool 
       : "memory");
 }
 
-// Arrives when all copies that this thread has started are there: one of the expected arrivals.
+// Arrives, as one of the expected arrivals, once all cp.async copies of this thread are complete.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-cp-async-mbarrier-arrive
 CUFLASH_DEVICE void mbarrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Returns once the phase of this parity is over; a fresh barrier counts as past its odd phase.
+// Waits until the phase of this parity has ended. On a fresh barrier parity 1 counts as ended.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
 CUFLASH_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(

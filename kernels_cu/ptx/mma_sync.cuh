@@ -9,7 +9,7 @@ CUFLASH_DEVICE uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Four 8x8 matrices; lane 8 i + r holds the address of row r of matrix i.
+// Loads four 8x8 matrices of 16-bit elements. Lane 8 i + r passes the address of row r of matrix i.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-ldmatrix
 CUFLASH_DEVICE void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -35,7 +35,7 @@ CUFLASH_DEVICE void mma_m16n8k16(float (&acc)[4], const uint32_t (&a)[4], uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same of float16, whatever the dtype of the kernel.
+// The same product in float16, whatever the dtype of the kernel.
 CUFLASH_DEVICE void mma_m16n8k16_float16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
                                          uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -44,7 +44,7 @@ CUFLASH_DEVICE void mma_m16n8k16_float16(float (&acc)[4], const uint32_t (&a)[4]
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// acc (16x8, float32) += a (16x8) . b (8x8), of TF32: float32 whose last 13 bits are ignored.
+// acc (16x8, float32) += a (16x8) . b (8x8) in TF32, float32 whose last 13 bits are ignored.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-1688
 CUFLASH_DEVICE void mma_m16n8k8_tf32(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
                                      uint32_t b1) {
@@ -62,7 +62,7 @@ CUFLASH_DEVICE void mma_m8n8k4_float64(double& acc0, double& acc1, double a, dou
       : "d"(a), "d"(b));
 }
 
-// acc (16x8, float64) += a (16x16) . b (16x8), from sm_90 on; `b` points to four. (D50)
+// acc (16x8, float64) += a (16x16) . b (16x8), sm_90 and later. `b` points to four elements. (D50)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-16816-f64
 CUFLASH_DEVICE void mma_m16n8k16_float64(double (&acc)[4], const double (&a)[8], const double* b) {
   asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 "
@@ -73,7 +73,7 @@ CUFLASH_DEVICE void mma_m16n8k16_float64(double (&acc)[4], const double (&a)[8],
         "d"(b[0]), "d"(b[1]), "d"(b[2]), "d"(b[3]));
 }
 
-// One element of shared memory, or two neighbours.
+// Loads one element, or two neighbours, from shared memory.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
 template <typename Value>
 CUFLASH_DEVICE Value load_shared(uint32_t smem) {

@@ -1,11 +1,11 @@
-// Global memory that is read or written once, and need not stay in the caches.
+// Loads and stores of global memory that is used once and need not stay in the caches.
 #pragma once
 
 #include "config.cuh"
 
 namespace cuflash::ptx {
 
-// Evicted first, as what is stored below.
+// Loads 16 bytes that the caches evict first, as they do with what store_once stores.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#cache-operators
 CUFLASH_DEVICE uint4 load_once(const void* from) {
   uint4 x;
@@ -22,7 +22,7 @@ CUFLASH_DEVICE void store_once(void* to, uint4 x) {
                : "memory");
 }
 
-// Nobody needs what these 128 bytes hold: they are not written back to memory.
+// Discards the contents of these 128 bytes: they are not written back to memory.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-discard
 CUFLASH_DEVICE void discard_line(void* line) {
   asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");

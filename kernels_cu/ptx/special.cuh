@@ -5,8 +5,8 @@
 
 namespace cuflash::ptx {
 
-// blockIdx.x and threadIdx.x, read anew by every call: what is derived from two calls is computed
-// twice and does not occupy registers in between, nor is it moved out of a loop. (D85)
+// blockIdx.x and threadIdx.x, which every call reads again. Values derived from two calls are
+// computed twice: they occupy no registers in between and are not moved out of a loop. (D85)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-ctaid
 CUFLASH_DEVICE int block_index() {
   int index;
@@ -21,7 +21,7 @@ CUFLASH_DEVICE int thread_index() {
   return index;
 }
 
-// Which cluster of thread blocks this one belongs to, at which place, and how many there are in it.
+// The index of this thread block's cluster, the block's rank in it, and the number of its blocks.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-clusterid
 CUFLASH_DEVICE int cluster_index() {
   int index;

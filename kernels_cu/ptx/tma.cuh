@@ -1,4 +1,4 @@
-// The copy engine: boxes of a tensor between global and shared memory, one thread per instruction.
+// TMA, the copy engine: boxes of a tensor between global and shared memory, each by one thread.
 #pragma once
 
 #include "config.cuh"
@@ -15,8 +15,8 @@ CUFLASH_DEVICE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Copies the box at (column, row, i2, i1, i0) and counts its bytes on `barrier`; elements outside
-// the tensor arrive as zeros.
+// Loads the box that begins at (column, row, i2, i1, i0), where i is `batch`. `barrier` counts the
+// bytes. Elements outside the tensor arrive as zeros.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
 CUFLASH_DEVICE void tma_load(uint32_t smem, const TensorMap& map, uint32_t barrier, int column,
                              int row, const int (&batch)[3]) {
@@ -27,8 +27,8 @@ CUFLASH_DEVICE void tma_load(uint32_t smem, const TensorMap& map, uint32_t barri
       : "memory");
 }
 
-// The same to the same place of every thread block of the cluster whose rank `ranks` has as a
-// bit, each of which counts its bytes.
+// Loads the box into the address `smem` of several thread blocks of the cluster: of rank r if bit r
+// of `ranks` is set. In each of them `barrier` counts the bytes.
 CUFLASH_DEVICE void tma_load_multicast(uint32_t smem, const TensorMap& map, uint32_t barrier,
                                        int column, int row, const int (&batch)[3], uint16_t ranks) {
   asm volatile(
@@ -39,7 +39,8 @@ CUFLASH_DEVICE void tma_load_multicast(uint32_t smem, const TensorMap& map, uint
       : "memory");
 }
 
-// Elements outside the tensor are not written. The source may change after tma_store_wait_read.
+// Stores a box. Elements outside the tensor are not written. The source may change after
+// tma_store_wait_read.
 CUFLASH_DEVICE void tma_store(const TensorMap& map, uint32_t smem, int column, int row,
                               const int (&batch)[3]) {
   asm volatile(
@@ -49,7 +50,7 @@ CUFLASH_DEVICE void tma_store(const TensorMap& map, uint32_t smem, int column, i
       : "memory");
 }
 
-// Bytes in one piece, multiples of 16 at such addresses; `barrier` was told to expect them.
+// Loads contiguous bytes, which `barrier` must expect. Size and addresses are multiples of 16.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
 CUFLASH_DEVICE void bulk_load(uint32_t smem, const void* from, int bytes, uint32_t barrier) {
   asm volatile(
@@ -59,7 +60,8 @@ CUFLASH_DEVICE void bulk_load(uint32_t smem, const void* from, int bytes, uint32
       : "memory");
 }
 
-// Bytes in one piece, multiples of 16 at such addresses; the source may change as for tma_store.
+// Stores contiguous bytes. Size and addresses are multiples of 16. The source may change after
+// tma_store_wait_read.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
 CUFLASH_DEVICE void bulk_store(float* to, uint32_t smem, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(smem),
@@ -67,7 +69,7 @@ CUFLASH_DEVICE void bulk_store(float* to, uint32_t smem, int bytes) {
                : "memory");
 }
 
-// Adds float32 elements, each addition in one piece.
+// Adds contiguous float32 elements. Each addition is atomic.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-reduce-async-bulk
 CUFLASH_DEVICE void bulk_add(float* to, uint32_t smem, int bytes) {
   asm volatile(

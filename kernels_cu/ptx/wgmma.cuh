@@ -1,16 +1,17 @@
-// Warpgroup matrix instructions of sm_90a: order, descriptors. The products are in
+// Warpgroup matrix instructions of sm_90a: synchronisation and descriptors. The products are in
 // wgmma_products.cuh and wgmma_k_major.cuh.
 //
-// ptxas keeps products asynchronous only if it can see that no register of theirs is touched in
-// flight: fence, products, commit, and `pin` on all their registers before and after.
+// ptxas keeps products asynchronous only if it can see that none of their registers is touched
+// while they are in flight. Hence this order: `pin` of all their registers, fence, products,
+// commit, and `pin` of the same registers.
 #pragma once
 
 #include "config.cuh"
 
 namespace cuflash::ptx {
 
-// Which index of an operand is contiguous in shared memory: the summed one, or that of a row of A
-// and of a column of B. The values are PTX's imm-trans-a and imm-trans-b.
+// Which index of an operand is contiguous in shared memory: the summed one (k), or the row of A and
+// the column of B (mn). The values are PTX's imm-trans-a and imm-trans-b.
 enum class Major { k, mn };
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-fence
@@ -40,7 +41,7 @@ CUFLASH_DEVICE void pin(uint32_t (&registers)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-// Starts products that add to the registers of `sums`.
+// Starts products that add to `sums`, as one group.
 template <int n, typename Products>
 CUFLASH_DEVICE void wgmma_group(float (&sums)[n], Products products) {
   pin(sums);
@@ -50,8 +51,8 @@ CUFLASH_DEVICE void wgmma_group(float (&sums)[n], Products products) {
   pin(sums);
 }
 
-// Describes a matrix in shared memory with the 128-byte swizzle. Offsets count 16 bytes: adding n
-// to a descriptor moves it by 16 n bytes.
+// The descriptor of a matrix in shared memory with the 128-byte swizzle. Its fields count units of
+// 16 bytes: adding n to a descriptor moves it by 16 n bytes.
 //   bits 0-13 address, 16-29 leading offset, 32-45 stride offset (the next 8 rows of a panel, 1024
 //   bytes), 62-63 swizzle (1: 128 bytes)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor

@@ -1,8 +1,8 @@
-// The products of TF32 (float32 whose last 13 bits are ignored) and of e4m3: B^T lies in shared
-// memory, the summed index contiguous, A in registers or there in the same way.
+// Products of TF32 (float32 whose last 13 bits are ignored) and of e4m3. B^T lies in shared memory,
+// and its summed index is contiguous. A lies there in the same layout, or in registers.
 //
-// acc (64 x n, float32) = A (64 x k) . B (k x n) + acc, or without acc where `accumulate` is 0; k
-// is 32 bytes of a row.
+// acc (64 x n, float32) = A (64 x k) . B (k x n) + acc, or without acc where `accumulate` is 0. k
+// elements take 32 bytes of a row.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
 #pragma once
 
@@ -37,7 +37,7 @@ CUFLASH_PTX_WGMMA_K_SS(wgmma_tf32, "k8.f32.tf32.tf32", 64, 32, 32, 33, 34)
 CUFLASH_PTX_WGMMA_K_RS(wgmma_tf32, "k8.f32.tf32.tf32", 32, 16, 16, 17, 18, 19, 20, 21)
 CUFLASH_PTX_WGMMA_K_RS(wgmma_tf32, "k8.f32.tf32.tf32", 64, 32, 32, 33, 34, 35, 36, 37)
 
-// Columns of scores, and of out.
+// n is the number of columns of scores (SS) or of out (RS).
 CUFLASH_PTX_WGMMA_K_SS(wgmma_e4m3, "k32.f32.e4m3.e4m3", 64, 32, 32, 33, 34)
 CUFLASH_PTX_WGMMA_K_SS(wgmma_e4m3, "k32.f32.e4m3.e4m3", 96, 48, 48, 49, 50)
 CUFLASH_PTX_WGMMA_K_SS(wgmma_e4m3, "k32.f32.e4m3.e4m3", 128, 64, 64, 65, 66)

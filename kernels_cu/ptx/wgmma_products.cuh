@@ -1,5 +1,6 @@
-// The products of 16-bit operands: B lies in shared memory, A there (wgmma_ss) or in registers
-// (wgmma_rs). Macros, as the shape and the numbers of all registers are text of the instruction.
+// Products of 16-bit operands. B lies in shared memory, A in shared memory (wgmma_ss) or in
+// registers (wgmma_rs). They are macros because the shape and the numbers of all registers are part
+// of the instruction's text.
 //
 // acc (64 x n, float32) = A (64 x 16) . B (16 x n) + acc, or without acc where `accumulate` is 0.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
@@ -37,7 +38,8 @@ namespace cuflash::ptx {
           "n"(static_cast<int>(b_major)));                                                     \
   }
 
-// Columns of scores of keys that stay in registers, and of out, dk, dv and dq: padded head sizes.
+// n is the number of columns of scores where keys stay in registers, and the padded head size for
+// out, dk, dv and dq.
 CUFLASH_PTX_WGMMA_RS(32, 16, 16, 17, 18, 19, 20, 21, 22)
 CUFLASH_PTX_WGMMA_RS(64, 32, 32, 33, 34, 35, 36, 37, 38)
 CUFLASH_PTX_WGMMA_RS(80, 40, 40, 41, 42, 43, 44, 45, 46)
@@ -46,7 +48,7 @@ CUFLASH_PTX_WGMMA_RS(128, 64, 64, 65, 66, 67, 68, 69, 70)
 CUFLASH_PTX_WGMMA_RS(192, 96, 96, 97, 98, 99, 100, 101, 102)
 CUFLASH_PTX_WGMMA_RS(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
-// Columns of scores: the block sizes of cuflash/_kernels/*_sm90.py.
+// n is the number of columns of scores: the block sizes of cuflash/_kernels/*_sm90.py.
 CUFLASH_PTX_WGMMA_SS(32, 16, 16, 17, 18, 19, 20)
 CUFLASH_PTX_WGMMA_SS(48, 24, 24, 25, 26, 27, 28)
 CUFLASH_PTX_WGMMA_SS(64, 32, 32, 33, 34, 35, 36)
@@ -55,7 +57,7 @@ CUFLASH_PTX_WGMMA_SS(96, 48, 48, 49, 50, 51, 52)
 CUFLASH_PTX_WGMMA_SS(112, 56, 56, 57, 58, 59, 60)
 CUFLASH_PTX_WGMMA_SS(128, 64, 64, 65, 66, 67, 68)
 
-// Columns of dk and dq.
+// n is the number of columns of dk and dq.
 CUFLASH_PTX_WGMMA_SS(192, 96, 96, 97, 98, 99, 100)
 CUFLASH_PTX_WGMMA_SS(256, 128, 128, 129, 130, 131, 132)
 // clang-format on

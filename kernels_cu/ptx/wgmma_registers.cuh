@@ -1,5 +1,5 @@
-// What the texts of wgmma instructions have in common: the registers of an accumulator by number,
-// %0 to %(n - 1), and the same registers as operands of asm.
+// Parts that the wgmma macros share: the registers of an accumulator as text, %0 to %(n - 1), and
+// the same registers as operands of asm.
 #pragma once
 
 #include "config.cuh"

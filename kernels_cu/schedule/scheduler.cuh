@@ -26,7 +26,7 @@ struct BatchIndex {
 
   CUFLASH_DEVICE int sequence() const { return axis[max_batch_axes - 1]; }
 
-  // Offset in elements of this entry.
+  // The offset in an array of this entry's matrix, in elements.
   CUFLASH_DEVICE int64_t operator*(const BatchStrides& strides) const {
     int64_t offset = 0;
 #pragma unroll
@@ -35,8 +35,9 @@ struct BatchIndex {
   }
 };
 
-// Index of the tile of this thread block, and which of its result's columns are its own, or its
-// warp's: partners' follow each other.
+// The index of this thread block's tile. split_columns thread blocks share a tile, and `partners`
+// warps of a block share its rows. Each has its own columns of the result, and the columns of
+// partners follow each other.
 CUFLASH_DEVICE int tile_index() {
   if constexpr (Config::clusters) return ptx::cluster_index();
   return ptx::block_index() / Config::split_columns;
@@ -57,7 +58,7 @@ CUFLASH_DEVICE int first_own_column(int width) {
 
 struct Tile {
   int block;  // rank of the tile within its owner, heaviest first
-  int owner;
+  int owner;  // number of the owner: batch entries that share one result
 };
 
 template <Dtype dtype>
@@ -69,8 +70,8 @@ CUFLASH_DEVICE int64_t clamp(int64_t x, int64_t low, int64_t high) {
   return x < low ? low : (x > high ? high : x);
 }
 
-// Where the packed sequences of queries or of keys lie: whatever the array holds, within `total`
-// rows.
+// Where packed sequences of queries or of keys begin and end. Whatever the array holds, rows are
+// clamped to `total`.
 struct Packing {
   const void* ends;
   int num_sequences;
@@ -83,7 +84,7 @@ struct Packing {
     return {params.cu_seqlens_k, params.num_sequences, params.seqlen_k};
   }
 
-  // First row of a sequence, and the end of the one before.
+  // The first row of a sequence, which is the end of the sequence before.
   CUFLASH_DEVICE int begin(int sequence) const {
     return static_cast<int>(clamp(read_integer<Config::cu_seqlens>(ends, sequence), 0, total));
   }
@@ -92,22 +93,23 @@ struct Packing {
     return max(begin(sequence + 1) - begin(sequence), 0);
   }
 
-  // Ranks are dealt out so that the host need not know where sequences end: sequence i owns those
-  // from (rows before it) / block + i on, up to the next's. They are as many as it has tiles, or
-  // one more.
+  // Tiles of packed sequences have ranks, numbered so that the host need not know where sequences
+  // end. The ranks of sequence i begin at (rows before it) / block + i and end where those of the
+  // next sequence begin. They are as many as the sequence has tiles, or one more.
   template <int block>
   CUFLASH_DEVICE int first_rank(int sequence) const {
     return (begin(sequence) - begin(0)) / block + sequence;
   }
 };
 
-// A tile's rows of one sequence. Without packing a whole array is sequence 0.
+// The sequence of a tile, and the number of the tile's block of rows in it. Without packing the
+// whole array is sequence 0.
 struct Place {
   int sequence;
   int block;
 };
 
-// A sequence's last rank may be one whose rows lie past its end.
+// The place of a rank. All rows of the last rank of a sequence may lie past the sequence's end.
 template <int block>
 CUFLASH_DEVICE Place place_of(const Packing& packing, int rank) {
   if constexpr (Config::cu_seqlens == Dtype::none) {
@@ -127,12 +129,13 @@ CUFLASH_DEVICE Place place_of(const Packing& packing, int rank) {
   }
 }
 
-// Owners are taken in sections whose streamed operands fit the L2 cache together. Within a section
-// the rank of the tile changes slowest, so that the heaviest tiles of all its owners start first;
-// sections of one owner keep the tiles that stream the same operands next to each other. The last
-// section takes what is left, since a small one would end in a tail.
+// The tile of an index. Owners are grouped in sections whose streamed operands fit in the L2 cache
+// together. Within a section the rank of the tile changes slowest, so that the heaviest tiles of
+// all its owners start first. A section of one owner keeps the tiles that stream the same operands
+// next to each other. The last section also takes the owners that are left over, since a small
+// section would end in a tail.
 CUFLASH_DEVICE Tile tile_of(const Grid& grid, int index) {
-  // A division takes longer than a multiprocessor's share of some calls of few queries.
+  // In some calls of few queries a division takes longer than the work of an SM.
   if (Config::clusters && grid.num_blocks == 1) return {0, index};
   const int section_tiles = grid.owners_per_section * grid.num_blocks;
   const int last_section = grid.num_owners / grid.owners_per_section - 1;

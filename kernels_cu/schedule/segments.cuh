@@ -1,64 +1,66 @@
-// Which blocks of a tile are visited: all of its ranges but those that segments leave out.
+// Which blocks of a tile are visited: all blocks of its ranges except those that segments rule out.
 //
-// Bounds of the ids of every 64 queries and every 64 keys, made before the launch by
-// segment_bounds.cu, say of a block that it has no id of the tile's, or that there is one id in
-// both. They hold for ids in any order; few blocks lie between the two where equal ids are
-// neighbours. Whoever walks the blocks of a tile comes to the same ones. (D11)
+// segment_bounds.cu stores the bounds (least and largest id) of every 64 queries and every 64 keys
+// before the launch. The bounds of a block and of the tile can show that no id is in both, or that
+// both hold the same single id, for ids in any order. Where equal ids are neighbours, few blocks
+// are in neither case. All warps that walk the blocks of a tile visit the same blocks. (D11)
 #pragma once
 
 #include "score/score.cuh"
 
 namespace cuflash {
 
-// What a tile walks: the keys that its queries see, or the queries that see its keys.
+// What a tile streams: the keys that its queries see, or the queries that see its keys.
 enum class Walk { keys, queries };
 
 template <Walk walk>
 struct VisitedBlocks {
   static constexpr bool segmented = Score::has_segments;
   static constexpr int block_size = walk == Walk::keys ? Config::block_n : Config::block_m;
-  static constexpr int chunk = 16;  // blocks that are judged at a time
+  static constexpr int chunk = 16;  // blocks judged at a time
 
   const Score& score;
   const BlockRanges& ranges;
-  const Range tile;   // queries or keys of the thread block
-  uint32_t bits = 0;  // of the chunk last asked for: which are visited; 16 higher, of one segment
+  const Range tile;  // queries or keys of the thread block
+  // For the chunk judged last: bit i is set if block i is visited, bit 16 + i if it and the tile
+  // hold the same single id.
+  uint32_t bits = 0;
 
   CUFLASH_DEVICE VisitedBlocks(const Score& score, const BlockRanges& ranges, Range tile)
       : score(score), ranges(ranges), tile(tile) {}
 
-  // The first visited block from `block` on; the end of the ranges, or more, if there is none.
+  // The first visited block from `block` on, or ranges.end or more if there is none.
   CUFLASH_DEVICE int first_from(int block) {
     if (segmented && warp_agrees(block < ranges.end)) judge(block);
     return find_up(block);
   }
 
-  // The visited block that follows `block`, the last that was asked for.
+  // The next visited block after `block`, which the previous call returned.
   CUFLASH_DEVICE int next_after(int block) {
     ++block;
     if (segmented && warp_agrees(block % chunk == 0 && block < ranges.end)) judge(block);
     return find_up(block);
   }
 
-  // The last visited block down from `block`; less than the ranges' begin if there is none.
+  // The last visited block from `block` downwards, or less than ranges.begin if there is none.
   CUFLASH_DEVICE int last_from(int block) {
     if (segmented && warp_agrees(block >= ranges.begin)) judge(block);
     return find_down(block);
   }
 
-  // The visited block before `block`, the last that was asked for.
+  // The next visited block below `block`, which the previous call returned.
   CUFLASH_DEVICE int next_before(int block) {
     --block;
     if (segmented && warp_agrees(block % chunk == chunk - 1 && block >= ranges.begin)) judge(block);
     return find_down(block);
   }
 
-  // Are all ids of `block`, the last that was asked for, and of the tile the same?
+  // Do the tile and `block`, which the previous call returned, hold the same single id?
   CUFLASH_DEVICE bool of_one_segment(int block) const {
     return !segmented || (bits >> (chunk + block % chunk) & 1);
   }
 
-  // Does somebody have to ask which of its pairs are visible?
+  // Does the block need a mask: can some of its pairs be hidden?
   CUFLASH_DEVICE bool masked(int block) const {
     return ranges.masked(block) || !of_one_segment(block);
   }
@@ -90,7 +92,8 @@ struct VisitedBlocks {
     return block;
   }
 
-  // Each lane judges one block of the chunk that `block` is in.
+  // Judges the chunk that `block` is in. Lanes 0 to 15 ask for each block whether it is visited,
+  // lanes 16 to 31 whether it and the tile hold the same single id.
   CUFLASH_DEVICE void judge(int block) {
     block += lane_index() % chunk - block % chunk;
     const bool exists = block >= ranges.begin && block < ranges.end;

@@ -1,5 +1,5 @@
-// Which rows, or keys, and which batch entries are a thread block's. A tile is worked out anew as
-// often as it is asked for.
+// Which rows, or keys, and which batch entries a thread block computes. A tile is computed again at
+// each call, so that it occupies no registers in between.
 #pragma once
 
 #include "ptx/dependents.cuh"
@@ -19,10 +19,10 @@ struct OwnedTile {
   }
 };
 
-// Blocks of queries as they are numbered among all of a batch entry.
+// The numbers that blocks of queries have among all blocks of a batch entry.
 struct QueryBlocks {
-  int first;  // of a packed sequence
-  int count;  // of all sequences, as many as there may be
+  int first;  // number of the sequence's first block
+  int count;  // blocks of all sequences together, at most
 
   CUFLASH_DEVICE QueryBlocks(const ScoreParams& params, int sequence) {
     if constexpr (Config::cu_seqlens == Dtype::none) {
@@ -48,10 +48,10 @@ struct RowTile : OwnedTile {
   }
 };
 
-// The keys of a thread block: all, or where a tile's keys are split among several, of a cluster or
-// not, a part of whole blocks, part_keys long. Of packed sequences, which differ in length, parts
-// are doubled until num_splits of them hold the sequence. The extents of the arrays alone decide
-// where parts lie.
+// The keys of a thread block: all keys, or one part of them where the keys of a tile are split
+// among several thread blocks, in a cluster or not. A part has part_keys keys, in whole blocks.
+// Packed sequences differ in length: their parts are doubled until num_splits parts hold the
+// sequence. Where a part begins depends only on the extents of arrays and of packed sequences.
 template <bool split>
 struct PartOfTile {
   static constexpr int index = 0;
@@ -80,7 +80,7 @@ struct PartOfTile<true> {
   CUFLASH_DEVICE static int owner(const ForwardParams& params, int owner) {
     return Config::clusters ? owner : owner / params.num_splits;
   }
-  // Of a row there are the results of all parts, one after the other.
+  // The results of all parts of a row are stored one after the other.
   CUFLASH_DEVICE void* out(const ForwardParams& params) const {
     return static_cast<Real*>(params.out) + index * params.head_dim_v;
   }
@@ -93,21 +93,22 @@ struct PartOfTile<true> {
 };
 using KeyPart = PartOfTile<Config::split_keys>;
 
-// Called by a kernel whose parts forward_combine.cu adds up, which may start and find its row now.
+// Called by a kernel whose parts forward_combine.cu combines. The combining kernel may then start,
+// find its row and wait.
 CUFLASH_DEVICE void let_combine_start() {
   if constexpr (Config::overlaps) ptx::launch_dependents();
 }
 
 struct KeyTile : OwnedTile {
   int first_key;
-  int part;  // of an entry's blocks of queries, where they are split
+  int part;  // which part of an entry's blocks of queries, where they are split
 
   CUFLASH_DEVICE static KeyTile of_this_block(const BackwardParams& params) {
     return at(params, tile_index());
   }
   CUFLASH_DEVICE static KeyTile at(const BackwardParams& params, int index) {
     const Tile tile = tile_of(params.grid, index);
-    // Under a causal bound the first keys are seen by the most queries.
+    // Under a causal bound the first keys are seen by the most queries: ranks are in order.
     const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
     return of(params, tile.owner, place.sequence, place.block * Config::block_n);
   }
@@ -117,7 +118,8 @@ struct KeyTile : OwnedTile {
     return {{owner / parts, sequence}, first_key, owner % parts};
   }
 
-  // How many entries it walks. Parts of one entry's queries are of no other.
+  // The number of batch entries that this tile sums over: one if it has a part of one entry's
+  // queries.
   CUFLASH_DEVICE static int entries(const BackwardParams& params) {
     return Config::split_rows ? 1 : params.grid.entries_per_owner;
   }
@@ -126,8 +128,8 @@ struct KeyTile : OwnedTile {
     return part * params.part_blocks;
   }
 
-  // Where they are split: the blocks of queries that are this thread block's. Extents of arrays
-  // alone decide which.
+  // Restricts the blocks of queries to this thread block's part, where they are split. The part
+  // depends only on the extents of arrays.
   CUFLASH_DEVICE BlockRanges own(BlockRanges blocks, const BackwardParams& params) const {
     if constexpr (Config::split_rows) {
       blocks.begin = max(blocks.begin, first_block(params));

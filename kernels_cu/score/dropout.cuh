@@ -1,9 +1,9 @@
-// Which weights dropout keeps: the bits that cuflash/_problem/philox.py describes, one counter for
-// eight scores that one lane holds of two neighbouring tiles of an accumulator. (D7)
+// Which weights dropout keeps, by the random bits that cuflash/_problem/philox.py describes (D7).
+// One counter decides eight scores, which one lane holds in two neighbouring tiles:
 //
 //   queries q and q + 8,   keys k, k + 1, k + 8 and k + 9,      q mod 16 < 8, k mod 16 in 0 2 4 6
 //
-// Weights are dropped after the softmax and multiplied by kept_scale at the end of their sums.
+// Weights are dropped after the softmax. Their sums are multiplied by kept_scale at the end.
 #pragma once
 
 #include "score/philox.cuh"
@@ -11,17 +11,17 @@
 
 namespace cuflash {
 
-// What a sum of weights is multiplied by: 1, divided by the share of weights that are kept.
+// The factor of sums of weights: 1 divided by the share of weights that are kept.
 CUFLASH_DEVICE Real kept_scale(const ScoreParams& params) {
   return Config::dropout ? params.kept_scale : 1;
 }
 
-// Of the 16 queries from 16 * q_block on and the 16 keys from 16 * k_block on: the words of queries
-// q_low and q_low + 8 with keys 2 * k_pair, the next, and these plus 8. A pair (q, k) of the block
-// has word 2 * (q >= 8) + (k >= 8), and of it half k % 2.
+// Random words for the 16 queries from 16 * q_block on and the 16 keys from 16 * k_block on. Within
+// these they are for queries q_low and q_low + 8 and keys 2 * k_pair, 2 * k_pair + 1 and both plus
+// 8. A pair (q, k) of the 16 x 16 has half k % 2 of word 2 * (q >= 8) + (k >= 8).
 CUFLASH_DEVICE RandomWords drawn(const Score& score, int q_block, int q_low, int k_block,
                                  int k_pair) {
-  // 16 queries, or keys, take 8 or 4 counters; parts of a call begin at multiples of 16.
+  // 16 queries take 8 counters, 16 keys take 4. Parts of a call begin at multiples of 16.
   const uint32_t before_q = static_cast<uint32_t>(score.params.first_query) >> 1;
   const uint32_t before_k = static_cast<uint32_t>(score.params.first_key) >> 2;
   return philox(4 * k_block + k_pair + before_k, 8 * q_block + q_low + before_q, score.entry_number,
@@ -32,7 +32,7 @@ CUFLASH_DEVICE bool keeps(const Score& score, uint32_t word, int half) {
   return (word >> (16 * half) & 0xffff) >= score.params.dropout_threshold;
 }
 
-// Whether one pair is kept, for the exact paths.
+// Is one pair kept? For code that computes rows pair by pair.
 CUFLASH_DEVICE bool keeps_pair(const Score& score, int q_idx, int kv_idx) {
   if constexpr (!Config::dropout) return true;
   const int k_in_block = kv_idx % 16;
@@ -41,8 +41,8 @@ CUFLASH_DEVICE bool keeps_pair(const Score& score, int q_idx, int kv_idx) {
   return keeps(score, low, kv_idx % 2);
 }
 
-// Calls step(slice, tile, register, kept) for every register of a warp's accumulator whose rows are
-// queries from `first_row` on, and columns keys from `first_key` on.
+// Calls step(slice, tile, register, kept) for every register of a warp's accumulator. Its rows are
+// queries from `first_row` on, its columns keys from `first_key` on.
 template <int slices, int tiles, typename Step>
 CUFLASH_DEVICE void for_each_kept(const Score& score, int first_row, int first_key,
                                   const Step& step) {
@@ -62,9 +62,9 @@ CUFLASH_DEVICE void for_each_kept(const Score& score, int first_row, int first_k
   }
 }
 
-// The same for an accumulator whose rows are keys and columns queries. A lane holds one key and two
-// queries of what a counter is for, its neighbour by four lanes the other key: each draws for one
-// of the queries, and they exchange halves.
+// The same for an accumulator whose rows are keys and whose columns are queries. Of two keys that
+// share a counter a lane holds one, and the lane 4 away holds the other. Both hold the same two
+// neighbouring queries, which take two counters: each lane draws one, and they exchange halves.
 template <int slices, int tiles, typename Step>
 CUFLASH_DEVICE void for_each_kept_transposed(const Score& score, int first_row, int first_key,
                                              const Step& step) {
@@ -93,7 +93,7 @@ CUFLASH_DEVICE void for_each_kept_transposed(const Score& score, int first_row, 
   }
 }
 
-// Drops weights before they are multiplied with values.
+// Drops weights before they are multiplied by v.
 template <int slices, int tiles>
 CUFLASH_DEVICE void drop_weights(Real (&p_acc)[slices][tiles][4], const Score& score, int first_row,
                                  int first_key) {
@@ -104,24 +104,24 @@ CUFLASH_DEVICE void drop_weights(Real (&p_acc)[slices][tiles][4], const Score& s
   }
 }
 
-// Which weights of an accumulator are dropped, as its operand of 16 bits asks for them: all bits of
-// a half say it of one of two neighbouring columns of a row. They do not depend on scores, and are
-// there before these are.
+// Which weights of an accumulator are dropped, as masks for the registers of its 16-bit operand.
+// All bits in a half of a mask are the same, and stand for one of two neighbouring columns of a
+// row. Masks do not depend on scores and are drawn before scores are ready.
 //
-// Both halves u of a random word are compared with the threshold t at once: r = min(u, t) is t
-// where u is kept, and max(r - t, -1) is 0 there, -1 elsewhere; r - t fits into 16 bits if t is at
-// most 2^15. For a larger one min((u - t) mod 2^16, 2^16 - t) tells those that are dropped in that
-// way. (D4)
+// Both halves u of a random word are compared with the threshold t at once. r = min(u, t) is t
+// where u is kept, and max(r - t, -1) is 0 there and -1 elsewhere. This holds while r - t fits into
+// 16 bits, for t up to 2^15. For a larger t, r = min((u - t) mod 2^16, 2^16 - t) is 2^16 - t where
+// u is dropped, so that the mask is inverted. (D4)
 template <int slices, int tiles>
 struct DroppedPairs {
   // Pairs of a slice in the order of its operand's registers. Where other options need registers, a
-  // word holds 16 of them: pair j in the bits j and 16 + j.
+  // word holds 16 pairs: pair j in bits j and 16 + j.
   static constexpr int pairs = 2 * tiles;
   static constexpr int pairs_to_word = Score::leaves_registers ? 1 : 16;
 
   uint32_t below[slices][(pairs + pairs_to_word - 1) / pairs_to_word] = {};
-  uint32_t inverted;  // all bits, if those that are below are kept
-  uint32_t some = 0;  // of some of all draws: whether any is below
+  uint32_t inverted;  // all bits if `below` marks kept weights
+  uint32_t some = 0;  // combines some of the masks by or: depends on draws (D3)
 
   CUFLASH_DEVICE DroppedPairs(const Score& score, int first_row, int first_key) {
     if constexpr (Config::dropout) {
@@ -156,7 +156,7 @@ struct DroppedPairs {
     }
   }
 
-  // Two neighbouring weights of a row, 0 where they are dropped.
+  // Two neighbouring weights of a row, with 0 for dropped ones.
   CUFLASH_DEVICE uint32_t applied(uint32_t weights, int s, int t, int half) const {
     if constexpr (!Config::dropout) return weights;
     const int pair = t / 2 * 4 + t % 2 * 2 + half;
@@ -168,7 +168,7 @@ struct DroppedPairs {
   }
 };
 
-// Drops gradients of weights.
+// Drops gradients of weights, and scales those that are kept.
 template <int slices, int tiles>
 CUFLASH_DEVICE void drop_gradients(Real (&dp_acc)[slices][tiles][4], const Score& score,
                                    int first_row, int first_key) {
@@ -179,8 +179,8 @@ CUFLASH_DEVICE void drop_gradients(Real (&dp_acc)[slices][tiles][4], const Score
   }
 }
 
-// Which weights of a transposed accumulator are kept: pair j of its operand's registers in the bits
-// j and 16 + j.
+// Which weights of a transposed accumulator are kept: bits j and 16 + j stand for the pair in
+// register j of its operand.
 template <int slices, int tiles>
 struct KeptBits {
   static_assert(!Config::dropout || tiles <= 8, "32 registers to a slice");
@@ -203,13 +203,13 @@ struct KeptBits {
     return !Config::dropout || (bits[s] >> place(t, i) & 1);
   }
 
-  // The operand of two neighbouring weights, 0 where they are dropped.
+  // An operand register of two neighbouring weights, with 0 for dropped ones.
   CUFLASH_DEVICE uint32_t applied(uint32_t weights, int s, int t, int half) const {
     if constexpr (!Config::dropout) return weights;
     return weights & ptx::spread_high_bits(bits[s] << (15 - place(t, 2 * half)));
   }
 
-  // Drops gradients of weights.
+  // Drops gradients of weights, and scales those that are kept.
   CUFLASH_DEVICE void drop_gradients(Real (&dp_acc)[slices][tiles][4],
                                      const ScoreParams& params) const {
     if constexpr (Config::dropout) {

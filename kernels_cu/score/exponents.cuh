@@ -1,22 +1,23 @@
-// Exponents straight from the products of a block that a row sees whole, by a few multiply-adds
-// each, where Score::exponent_of_product. The row's reference stays as it is; no logit is formed.
+// Exponents formed directly from the products of a block that a row sees whole, by a few
+// multiply-adds each and without a logit. Only where Score::exponent_of_product. The row's
+// reference does not change.
 //
 //   log2 exp(logit - reference) = product * scale_log2 - slope_log2 * |q + offset - k| - shift
 //
-// Slopes make it linear in k on each side of q + offset: a block lies on one (Score::bends). What
-// they add from key to key is part of the product by then (sm90/slopes.cuh).
-// Under a softcap a logit is softcap * tanh x: an odd polynomial of the product while that is near
-// 0, an exponential and a quotient beyond. Which of the two depends on the product alone.
+// With slopes this is linear in k on each side of q + offset, and a block lies on one side
+// (Score::bends). The product already includes the slope's step from key to key (sm90/slopes.cuh).
+// With a softcap a logit is softcap * tanh x. Near 0 tanh x is an odd polynomial of the product,
+// elsewhere an exponential and a quotient. The product alone decides which of the two.
 #pragma once
 
 #include "score/score.cuh"
 
 namespace cuflash {
 
-// Of one row.
+// The exponents of one row.
 struct RowExponents {
   const Score& score;
-  float shift;  // the reference, and what a slope takes off at the first key, in units of log 2
+  float shift;  // the reference plus the slope's term at the first key, in log2 units
 
   CUFLASH_DEVICE RowExponents(const Score& score, int q_idx, int first_key, float reference)
       : score(score), shift(Score::folds_scale ? reference : reference * log2_e) {
@@ -27,7 +28,7 @@ struct RowExponents {
     }
   }
 
-  // Of a product; where there is a softcap, of one near 0.
+  // The exponent of a product. With a softcap the product has to be near 0.
   CUFLASH_DEVICE float operator()(float product) const {
     const ScoreParams& params = score.params;
     if constexpr (Score::is_capped) {
@@ -41,13 +42,12 @@ struct RowExponents {
     }
   }
 
-  // How far the square of a product is beyond those of products near 0; where it is negative, the
-  // product is no larger than near_product.
+  // product^2 - near_square. If this is negative, |product| is at most near_product.
   CUFLASH_DEVICE float beyond_near(float product) const {
     return fma(product, product, -score.params.near_square);
   }
 
-  // Of any product under a softcap, of which `near` is the exponent if it is near 0.
+  // The exponent of any product under a softcap. `near` is what operator() gives, right near 0.
   CUFLASH_DEVICE float of_any(float product, float near) const {
     const float x = product * score.params.inverse_softcap;
     // tanh x = 1 - 2 / (1 + exp 2x), which would cancel near 0.
@@ -57,16 +57,16 @@ struct RowExponents {
   }
 };
 
-// Exponents of some neighbouring tiles of an accumulator under a softcap. A branch for a whole
-// block would leave exponentials nothing to run beside, one for each tile takes longer.
+// Exponents of `count` neighbouring tiles of an accumulator under a softcap. With one branch for a
+// whole block the exponentials would have nothing to overlap with. One for each tile takes longer.
 template <int tiles>
 struct CappedExponents {
   static constexpr int count = tiles % 4 == 0 ? 4 : 2;
   static_assert(tiles % count == 0, "no tile is left over");
   float exponents[count][4];
-  int signs;  // negative where all products are near 0
+  int signs;  // negative if all products are near 0
 
-  // As if they were.
+  // Forms all exponents as if the products were near 0.
   CUFLASH_DEVICE void form(const float (&s_acc)[1][tiles][4], int first,
                            const RowExponents (&of_row)[2]) {
     signs = -1;
@@ -77,7 +77,8 @@ struct CappedExponents {
     });
   }
 
-  // Those of other products. `sum` never has these bits: it is complete when this is asked.
+  // Corrects the exponents of products that are not near 0. `sum` never has the bits it is compared
+  // with: the comparison makes the branch wait for a complete sum.
   CUFLASH_DEVICE void mend(const float (&s_acc)[1][tiles][4], int first,
                            const RowExponents (&of_row)[2], float sum) {
     if (!warp_agrees(signs >= 0 || __float_as_uint(sum) == 0xffffffffu)) return;

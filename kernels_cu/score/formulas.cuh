@@ -1,5 +1,5 @@
-// The caller's own formulas for scores and visibility, cuflash.ScoreMod and cuflash.MaskMod: their
-// text takes the place of the files in formulas/, which change nothing.
+// The caller's own formulas for scores and visibility (cuflash.ScoreMod and cuflash.MaskMod). Their
+// text replaces the files in formulas/, which hold formulas that change nothing.
 #pragma once
 
 #include "schedule/scheduler.cuh"
@@ -18,9 +18,9 @@ struct FormulaArrays {
   }
 };
 
-// Of one batch entry: b is its number, heads apart, h its head. Formulas also speak of a query q
-// and a key k, counted in the whole of which a call may be a part, and find their arrays as
-// members.
+// The formulas of one batch entry. They may use b (the batch element), h (the head), q and k (the
+// query and the key) and their arrays, which are members. A call may be one part of a whole: q and
+// k count in the whole.
 struct Formulas : FormulaArrays {
 #include "formulas/arrays"
   const int b, h;

@@ -1,6 +1,6 @@
-// Which bytes of a matrix are not zero, as bits for the columns that the lanes of a warp hold of an
-// accumulator. Where 16 columns are 16 neighbouring bytes, aligned so, a lane reads them at once,
-// and the lanes exchange what they found; elsewhere each lane reads its own, byte by byte.
+// Which bytes of a matrix are not zero, as bits for the columns of an accumulator that each lane
+// holds. Where 16 columns are 16 neighbouring aligned bytes, a lane reads 16 at once and the lanes
+// exchange bits. Elsewhere each lane reads the bytes of its own columns one by one.
 #pragma once
 
 #include "ptx/special.cuh"
@@ -8,10 +8,10 @@
 
 namespace cuflash {
 
-// Bit j: byte j is not zero.
+// Bit j is set if byte j is not zero.
 CUFLASH_DEVICE uint32_t nonzero_bytes(uint32_t four) {
   const uint32_t high = ((four & 0x7f7f7f7fu) + 0x7f7f7f7fu | four) & 0x80808080u;
-  return (high >> 7) * 0x10204080u >> 28;  // bits 0, 8, 16 and 24 come to 28, 29, 30 and 31
+  return (high >> 7) * 0x10204080u >> 28;  // moves bits 0, 8, 16 and 24 to 28, 29, 30 and 31
 }
 
 CUFLASH_DEVICE uint32_t nonzero_bytes(uint4 x) {
@@ -19,7 +19,7 @@ CUFLASH_DEVICE uint32_t nonzero_bytes(uint4 x) {
          nonzero_bytes(x.w) << 12;
 }
 
-// Of 16 bytes, of which `count` exist.
+// The same for 16 bytes, of which `count` exist.
 CUFLASH_DEVICE uint32_t nonzero_bytes(const uint8_t* bytes, int count) {
   if (count >= 16) return nonzero_bytes(*reinterpret_cast<const uint4*>(bytes));
   uint32_t bits = 0;
@@ -28,14 +28,15 @@ CUFLASH_DEVICE uint32_t nonzero_bytes(const uint8_t* bytes, int count) {
   return bits;
 }
 
-// What the lanes of a quad found of 32 columns each: bits of the columns that this one holds.
+// Lane w of a quad passes the bits of columns 32 w to 32 w + 31. Returns the bits of the columns
+// that this lane holds.
 template <int words>
 CUFLASH_DEVICE uint32_t columns_of_lane(uint32_t word) {
   const int lane = ptx::thread_index() % 4;
   uint32_t bits = 0;
 #pragma unroll
   for (int w = 0; w < words; ++w) {
-    // Two bits of every eight; bits 0, 8, 16 and 24 come to 24, 26, 28 and 30.
+    // Two bits of every eight: the product moves those at 0, 8, 16 and 24 to 24, 26, 28 and 30.
     const uint32_t own = __shfl_sync(0xffffffff, word, w, 4) >> (2 * lane) & 0x03030303u;
     bits |= (own * 0x01041040u >> 24) << (8 * w);
   }
@@ -50,11 +51,11 @@ struct ByteMatrix {
     return column == 1 && ((reinterpret_cast<uint64_t>(data) | row) & 15) == 0;
   }
 
-  // Of two rows, whose bytes are under way together.
+  // The bits of two rows, whose bytes are loaded together.
   template <int tiles>
   CUFLASH_DEVICE void columns(uint32_t (&bits)[2], const int (&row_idx)[2], int first_column,
                               int num_columns) const {
-    constexpr int words = (tiles + 3) / 4;  // of 32 columns, one to a lane
+    constexpr int words = (tiles + 3) / 4;  // of 32 columns, one per lane
     if (warp_agrees(by_sixteens() && first_column + 32 * words <= num_columns)) {
       const int lane = ptx::thread_index() % 4;
       uint4 bytes[2][2] = {};
@@ -81,8 +82,9 @@ struct ByteMatrix {
     }
   }
 
-  // Of row `row_idx`, the same for four neighbouring lanes: bit 2 t + i for column i of tile t from
-  // `first_column` on, a multiple of 16; `num_columns` exist. All lanes of the warp.
+  // The bits of row `row_idx`, which is the same for the four lanes of a quad: bit 2 t + i for
+  // column i of tile t. Columns count from `first_column`, a multiple of 16, and `num_columns`
+  // exist. Called by all lanes of the warp.
   template <int tiles>
   CUFLASH_DEVICE uint32_t columns(int row_idx, int first_column, int num_columns) const {
     const int lane = ptx::thread_index() % 4;
@@ -90,7 +92,7 @@ struct ByteMatrix {
     const int count = num_columns - first_column;
     uint32_t bits = 0;
     if (warp_agrees(by_sixteens())) {
-      constexpr int words = (tiles + 3) / 4;  // of 32 columns, one to a lane
+      constexpr int words = (tiles + 3) / 4;  // of 32 columns, one per lane
       uint32_t word = 0;
       if (lane < words) {
         word = nonzero_bytes(from + 32 * lane, count - 32 * lane) |
@@ -110,15 +112,15 @@ struct ByteMatrix {
     return bits;
   }
 
-  // The same of two columns, `column_idx` and 8 more, for the rows that a lane of a transposed
-  // accumulator holds from `first_row` on; column_idx is the lane's of a slice of 16.
+  // The same for a transposed accumulator: bits of columns `column_idx` and column_idx + 8, at the
+  // rows that a lane holds from `first_row` on. column_idx is the lane's column of a slice of 16.
   template <int tiles>
   CUFLASH_DEVICE void rows(uint32_t (&bits)[2], int first_row, int num_rows, int column_idx,
                            int num_columns) const {
     const int lane = ptx::thread_index() % 32;
     bits[0] = bits[1] = 0;
     if (warp_agrees(by_sixteens())) {
-      constexpr int words = (tiles + 3) / 4;  // of 32 rows, one to a lane
+      constexpr int words = (tiles + 3) / 4;  // of 32 rows, one per lane
       const int first_column = column_idx - lane / 4;
       uint32_t word[words];
 #pragma unroll

@@ -1,12 +1,12 @@
-// Values of a matrix at the pairs that a lane holds of an accumulator. They are read together: a
-// read under a condition for each pair would wait for memory as often. (D9)
+// Values of a matrix at the pairs of an accumulator that a lane holds. They are read together: a
+// conditional read for each pair would wait for memory as many times. (D9)
 #pragma once
 
 #include "tile/fragment.cuh"
 
 namespace cuflash {
 
-// Of one row or, transposed, of one key; none of an absent matrix.
+// The values for one row or, transposed, for one key. Empty if there is no matrix.
 template <Dtype dtype, int tiles>
 struct PairValues {
   using Value = Storage<dtype>;
@@ -17,8 +17,9 @@ struct PairValues {
 
   PairValues() = default;
 
-  // `index` counts in steps of `across`, columns in steps of `along` from the lane's `first` on;
-  // `count` exist, and for those past them the last is read. All lanes of the warp.
+  // `index` is the row, or key, with stride `across`. `first` is the lane's first column, with
+  // stride `along`. `count` columns exist, and beyond them the last one is read. Called by all
+  // lanes of the warp.
   CUFLASH_DEVICE PairValues(const void* matrix, int64_t across, int64_t along, int index, int first,
                             int count) {
     if constexpr (dtype != Dtype::none) {
@@ -43,7 +44,7 @@ struct PairValues {
     }
   }
 
-  // At column i of tile t.
+  // The value at column i of tile t.
   CUFLASH_DEVICE Real operator()(int t, int i) const {
     if constexpr (dtype == Dtype::none) return 0;
     return finite_real<dtype>(pairs[t].of[i]);

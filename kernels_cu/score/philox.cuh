@@ -18,8 +18,8 @@ CUFLASH_DEVICE RandomWords philox(uint32_t c0, uint32_t c1, uint64_t high, uint6
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
 #pragma unroll
   for (int round = 0; round < rounds; ++round) {
-    // Halves are asked for apart: the compiler makes one instruction of the two, but three of a
-    // product of 64 bits. (D5)
+    // The two halves of a product are computed separately: the compiler then makes one instruction
+    // of both. A 64-bit product would become three. (D5)
     const uint32_t low0 = c0 * multiplier0, high0 = __umulhi(c0, multiplier0);
     const uint32_t low1 = c2 * multiplier1, high1 = __umulhi(c2, multiplier1);
     c0 = high1 ^ c1 ^ k0;

@@ -12,7 +12,7 @@ struct Range {
   CUFLASH_DEVICE Range relative_to(int i) const { return {begin - i, end - i}; }
 };
 
-// The keys that a score is asked about: all, or one part of those that are split.
+// The keys that a Score is about: all keys, or one part where keys are split.
 template <bool split>
 struct PartOfKeys {
   CUFLASH_DEVICE explicit PartOfKeys(Range) {}
@@ -26,7 +26,7 @@ struct PartOfKeys<true> {
   CUFLASH_DEVICE Range part() const { return keys; }
 };
 
-// Blocks [begin, end) hold something visible; in [full_begin, full_end) every pair is visible.
+// Blocks [begin, end) hold visible pairs. In blocks [full_begin, full_end) every pair is visible.
 struct BlockRanges {
   int begin, full_begin, full_end, end;
 
@@ -35,11 +35,11 @@ struct BlockRanges {
   CUFLASH_DEVICE bool masked(int block) const { return block < full_begin || block >= full_end; }
 };
 
-// A bit for each column that a lane holds of a row: 2 t + i for column i of tile t.
+// A bit for each column that a lane holds of a row: bit 2 t + i for column i of tile t.
 struct ColumnBits {
   uint32_t bits = 0xffffffff;
 
-  // Bits of the columns within a range that is counted from the lane's first column.
+  // The bits of the columns within a range that is relative to the lane's first column.
   CUFLASH_DEVICE static ColumnBits within(const Range& columns) {
     return {before(columns.end) & ~before(columns.begin)};
   }
@@ -53,7 +53,8 @@ struct ColumnBits {
   }
 };
 
-// Blocks of `block` rows or keys. No block is full where pairs are looked up one by one.
+// Cuts ranges into blocks of `block` rows or keys. No block is full where pairs are looked up one
+// by one (hides_pairs).
 template <int block, bool hides_pairs>
 CUFLASH_DEVICE BlockRanges block_ranges(Range seen, Range full) {
   const int begin = seen.begin / block;

@@ -1,12 +1,13 @@
-// What a score means: the only file that knows scale, softcap, bias, ALiBi, mask, segments, causal,
-// window, offset, lengths and sink. It speaks of query and key indices of one batch entry, never of
-// tiles or registers, except for the block ranges, which say which tiles have anything visible.
+// What a score means. No other file knows scale, softcap, bias, ALiBi, mask, segments, causal,
+// window, offset, lengths and sink. Indices are those of queries and keys in one batch entry. Tiles
+// and registers appear only as block ranges, which tell which blocks hold visible pairs, and as the
+// columns that a lane holds.
 //
 //   raw q.k  ->  logit = scale * q.k  ->  softcap * tanh(logit / softcap)
 //            ->  + bias - slope * |q + offset - k|  ->  the caller's formula
 //
-// `apply` returns the logit in the units of score/units.cuh; where it is just scale * q.k, apply is
-// the identity.
+// `apply` returns the logit in the units of score/units.cuh. Where the logit is just scale * q.k,
+// `apply` is the identity.
 #pragma once
 
 #include "score/formulas.cuh"
@@ -22,10 +23,10 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
   const Seqlen seqlen;
   const Formulas formulas;
   int64_t bias_offset, mask_offset, ids_q_offset, ids_k_offset, bounds_q_offset, bounds_k_offset;
-  uint64_t entry_number;  // number of this entry
+  uint64_t entry_number;  // of this batch entry, for dropout
   Real slope;
   int near_offset;                   // the causal offset, clamped to where keys may lie
-  Real far_offset;                   // how far beyond that it lies
+  Real far_offset;                   // how far it lies beyond near_offset
   int diagonal_begin, diagonal_end;  // visible: diagonal_begin <= kv_idx - q_idx < diagonal_end
 
   CUFLASH_DEVICE Score(const ScoreParams& score_params, const BatchIndex& entry,
@@ -34,8 +35,8 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
         PartOfKeys(part_of_keys),
         seqlen(score_params, entry),
         formulas(formulas_of(score_params, entry)) {
-    // Sequences are shorter than 2^30: a bound clamped to that distance decides the same pairs, and
-    // its sum with an index cannot overflow. An offset that an array holds is clamped first.
+    // Sequences are shorter than 2^30. A bound clamped to that distance decides the same pairs, and
+    // its sum with an index cannot overflow. An offset from an array is clamped first.
     constexpr int64_t farthest = 1 << 30;
     if constexpr (Config::offset == Offset::value) {
       diagonal_begin = params.diagonal_begin;
@@ -68,15 +69,15 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     }
   }
 
-  // The definition. A row's visible keys are an interval apart from the mask, and so are a key's
-  // rows: a loop over many pairs asks for kv_range(q_idx, q_idx + 1), or q_range, once and for
-  // `unmasked` within it.
+  // The definition of visibility, apart from biases of -inf. Without mask, formula and segments,
+  // the keys that a row sees are an interval, and so are the rows that see a key. A loop over many
+  // pairs calls kv_range(q_idx, q_idx + 1), or q_range, once, and looks up the rest within it.
   CUFLASH_DEVICE bool visible(int q_idx, int kv_idx) const {
     return kv_range(q_idx, q_idx + 1).contains(kv_idx) && unmasked(q_idx, kv_idx) &&
            same_segment(q_idx, kv_idx);
   }
 
-  // What mask and formula say of a pair of existing indices.
+  // Do mask and formula show this pair? Both indices have to exist.
   CUFLASH_DEVICE bool unmasked(int q_idx, int kv_idx) const {
     bool seen = true;
     if constexpr (Config::mask) {
@@ -86,8 +87,8 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     return seen && formula_shows(q_idx, kv_idx);
   }
 
-  // Bounds of the ids of `size` queries, or keys, the first a multiple of `size`; they count what
-  // lies between these and multiples of bounded_ids, too.
+  // Bounds of the segment ids of `size` queries or keys that begin at a multiple of `size`. They
+  // include all of the bounded_ids neighbours whose bounds are stored together.
   template <int size>
   CUFLASH_DEVICE IdBounds<Id> query_bounds(Range rows) const {
     return bounds_within<size, Id>(params.segment_bounds_q, bounds_q_offset, rows, seqlen.q);
@@ -97,15 +98,15 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     return bounds_within<size, Id>(params.segment_bounds_k, bounds_k_offset, keys, seqlen.k);
   }
 
-  // Which keys of one row are of its segment: those of the columns that a lane holds, counted from
-  // `first_key`, and within `keys`, counted so, too.
+  // Which keys are of the segment of row q_idx, among the columns that a lane holds from
+  // `first_key` on and within `keys`, a range relative to first_key.
   template <int tiles>
   CUFLASH_DEVICE ColumnBits segment_of_row(int q_idx, int first_key, Range keys) const {
     if constexpr (Config::segment_ids == Dtype::none) return {};
     return same_ids<tiles>(query_ids()[min(q_idx, seqlen.q - 1)], key_ids() + first_key, keys);
   }
 
-  // Which of them the mask also shows. Asked for by a whole warp.
+  // Which of these keys the mask also shows. Called by a whole warp.
   template <int tiles>
   CUFLASH_DEVICE ColumnBits seen_of_row(int q_idx, int first_key, Range keys) const {
     ColumnBits seen = segment_of_row<tiles>(q_idx, first_key, keys);
@@ -117,7 +118,7 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     return seen;
   }
 
-  // What the mask shows and bounds leave of row q_idx and of that 8 below.
+  // Which keys the mask and the bounds of a row show to rows q_idx and q_idx + 8.
   template <int tiles>
   CUFLASH_DEVICE void shown_to_rows(ColumnBits (&shown)[2], int q_idx, int first_key) const {
     const int rows[2] = {min(q_idx, seqlen.q - 1), min(q_idx + 8, seqlen.q - 1)};
@@ -131,7 +132,7 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     }
   }
 
-  // What the mask shows of two keys, `kv_idx` and 8 more, to the queries of the columns.
+  // To which queries of the lane's columns the mask shows the keys kv_idx and kv_idx + 8.
   template <int tiles>
   CUFLASH_DEVICE void unmasked_of_keys(ColumnBits (&seen)[2], int kv_idx, int first_row) const {
     if constexpr (Config::mask && !Config::mask_stages) {
@@ -143,20 +144,20 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     }
   }
 
-  // What the caller's formula says of a pair of existing indices.
+  // Does the caller's formula show this pair? Both indices have to exist.
   CUFLASH_DEVICE bool formula_shows(int q_idx, int kv_idx) const {
     if constexpr (Config::mask_mod) return formulas.formula_mask(q_idx, kv_idx);
     return true;
   }
 
-  // Which queries are of the segment of one key.
+  // Which queries are of the segment of key kv_idx: like segment_of_row.
   template <int tiles>
   CUFLASH_DEVICE ColumnBits segment_of_key(int kv_idx, int first_row, Range rows) const {
     if constexpr (Config::segment_ids == Dtype::none) return {};
     return same_ids<tiles>(key_ids()[min(kv_idx, seqlen.k - 1)], query_ids() + first_row, rows);
   }
 
-  // Whether a pair within kv_range(q_idx, q_idx + 1) sees each other, a bias of -inf considered.
+  // Is a pair within kv_range(q_idx, q_idx + 1) visible? A bias of -inf hides it, too.
   CUFLASH_DEVICE bool sees(int q_idx, int kv_idx) const {
     if constexpr (Config::bias != Dtype::none) {
       if (bias(q_idx, kv_idx) == -infinity()) return false;
@@ -164,7 +165,7 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     return unmasked(q_idx, kv_idx) && same_segment(q_idx, kv_idx);
   }
 
-  // Defined for visible pairs only: it may read arrays at (q_idx, kv_idx).
+  // The logit of a visible pair, from its product q.k. It may read arrays at (q_idx, kv_idx).
   CUFLASH_DEVICE Real apply(Real score, int q_idx, int kv_idx) const {
     return apply(score, bias(q_idx, kv_idx), q_idx, kv_idx);
   }
@@ -179,8 +180,8 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     }
   }
 
-  // -inf for a pair that is hidden. A formula is not asked about it; a bias, which was read, is
-  // added first: a branch for each pair would take longer.
+  // `apply`, or -inf for a hidden pair. A formula is not evaluated for hidden pairs. A bias has
+  // been read for all pairs and is added to all: a branch for each pair would take longer.
   CUFLASH_DEVICE Real apply_if(bool visible, Real score, Real bias, int q_idx, int kv_idx) const {
     if constexpr (Config::bias == Dtype::none || Config::score_mod) {
       return visible ? apply(score, bias, q_idx, kv_idx) : -infinity();
@@ -190,7 +191,7 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     }
   }
 
-  // The same where a lane holds the bias of its pairs, of which this is one.
+  // The same for the pair at column i of tile t, where the lane holds the bias of its pairs.
   template <typename HeldBias>
   CUFLASH_DEVICE Real apply_held(bool visible, Real score, const HeldBias& bias, int t, int i,
                                  int q_idx, int kv_idx) const {
@@ -216,11 +217,11 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
 
   template <int tiles>
   using BiasOf = PairValues<Config::bias, tiles>;
-  template <int tiles>  // no more than a name where nothing is held
+  template <int tiles>  // empty if no bias is held
   using HeldBias = PairValues<Config::holds_bias ? Config::bias : Dtype::none, tiles>;
 
   // The bias of one row at the columns that a lane holds from `first_key` on, or of one key at the
-  // rows. Asked for by a whole warp.
+  // rows that it holds from `first_row` on. Called by a whole warp.
   template <int tiles>
   CUFLASH_DEVICE BiasOf<tiles> bias_of_row(int q_idx, int first_key) const {
     const Layout& layout = params.bias_layout;
@@ -233,22 +234,22 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
             first_row,    seqlen.q};
   }
 
-  // `apply` of a visible pair whose bias was read and is all that is added, or slopes with it. A
-  // bias of -inf hides the pair if its product is finite.
+  // `apply` for a visible pair where only a bias, which has been read, is added to the product, or
+  // a bias and slopes. A bias of -inf hides the pair if its product is finite.
   CUFLASH_DEVICE Real with_bias(Real score, Real bias) const { return fma(scale(), score, bias); }
   CUFLASH_DEVICE Real with_bias(Real score, Real bias, int q_idx, int kv_idx) const {
     return with_alibi(with_bias(score, bias), q_idx, kv_idx);
   }
 
-  // Do some of these keys lie before, and others behind, what slopes count from?
+  // Do these keys lie on both sides of the diagonal from which slopes count distances?
   CUFLASH_DEVICE bool bends(Range rows, Range keys) const {
     if constexpr (Config::alibi_slopes == Dtype::none) return false;
     return keys.end > near_offset + rows.begin + 1 && keys.begin < near_offset + rows.end;
   }
 
-  // Does a slope make weights of these keys 2^64 times those of the keys behind them, which were
-  // visited before? Or is it too much beside products, whose sums are rounded? These keys lie on
-  // one side of what slopes count from.
+  // Does the slope make weights of these keys more than 2^64 times the weights of the keys behind
+  // them, which were visited before? Or is it too large for tensor cores to add to products,
+  // because they round the sums? All these keys lie on one side of the diagonal.
   CUFLASH_DEVICE bool is_steep(Range rows, Range keys) const {
     if constexpr (Config::alibi_slopes == Dtype::none) return false;
     const Real step = slope * static_cast<Real>(keys.end - keys.begin) * log2_e;
@@ -256,7 +257,7 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     return multiplies_slopes && !(fabs(step) <= 512 && fabs(step) <= 0x1p13f * fabs(scale_log2()));
   }
 
-  // What a slope multiplies.
+  // |q + offset - k|, which a slope multiplies.
   CUFLASH_DEVICE Real distance(int q_idx, int kv_idx) const {
     return static_cast<Real>(abs(near_offset + q_idx - kv_idx)) + far_offset;
   }
@@ -273,8 +274,8 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     }
   }
 
-  // d apply / d(scale * q.k), for visible pairs; the factor `scale` is left to the end of a
-  // gradient's sum.
+  // d apply / d(scale * q.k), for visible pairs. The factor `scale` is applied to the whole sum of
+  // a gradient at its end.
   CUFLASH_DEVICE Real derivative(Real score, int q_idx, int kv_idx) const {
     return derivative(score, Config::score_mod ? bias(q_idx, kv_idx) : 0, q_idx, kv_idx);
   }
@@ -288,7 +289,7 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     }
   }
 
-  // The same where the value of `apply` is known: a formula is not asked about a hidden pair.
+  // The same where the value of `apply` is known. A formula is not evaluated for hidden pairs.
   CUFLASH_DEVICE Real derivative_at(Real value, Real score, int q_idx, int kv_idx) const {
     return derivative_at(value, score, Config::score_mod ? bias(q_idx, kv_idx) : 0, q_idx, kv_idx);
   }
@@ -297,12 +298,13 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     return Config::score_mod && value == -infinity() ? 0 : derivative(score, bias, q_idx, kv_idx);
   }
 
-  // Of v, whose elements are multiples of it.
+  // The scale of v: elements of v count in units of it.
   CUFLASH_DEVICE Real value_scale(const BatchIndex& entry) const {
     return read_scale<Config::v_scale>(params.v_scale, entry * params.v_scale_strides);
   }
 
-  // One more score of every row of an entry, of a key without a value: the first part's.
+  // The sink: one more logit in every row of a batch entry, like that of a key without a value.
+  // Where keys are split, it belongs to the first part.
   CUFLASH_DEVICE Real sink(const BatchIndex& entry) const {
     if constexpr (has_sink) {
       if constexpr (Config::split_keys) {
@@ -314,26 +316,26 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     }
   }
 
-  // lse of a row without keys: the sink's score. A row beyond the length is no query, and has none.
+  // lse of a row that sees no key: the sink. A row beyond the length is no query and has no sink.
   CUFLASH_DEVICE Real lse_without_keys(const BatchIndex& entry, int q_idx) const {
     return q_idx < seqlen.q ? sink(entry) : -infinity();
   }
 
-  // log2 of exp(sink - logit), for the logit of a reference.
+  // log2 of exp(sink - logit), where `reference` is the reference of the logit.
   CUFLASH_DEVICE Real sink_exponent(const BatchIndex& entry, Real reference) const {
     const Real at = sink(entry);
     return folds_scale ? at * log2_e - reference : fma(-reference, unit(), at) * log2_e;
   }
 
-  // The queries that rows stand for. Where rows of several heads follow each other, row r is query
-  // r % num_queries of its head: one row is one query, and several rows may be any.
+  // The queries of some rows. Where the rows of several heads follow each other (PackGQA), row r is
+  // query r % num_queries of its head: one row is one query, but several rows may be any queries.
   CUFLASH_DEVICE Range queries_of(Range rows) const {
     if constexpr (!Config::heads_in_rows) return rows;
     const int query = rows.begin % params.num_queries;
     return rows.end - rows.begin == 1 ? Range{query, query + 1} : Range{0, params.num_queries};
   }
 
-  // Keys that some row of [m_begin, m_end) sees, mask and bias apart.
+  // The keys that some row of [m_begin, m_end) sees as far as lengths, windows and the part decide.
   CUFLASH_DEVICE Range kv_range(int m_begin, int m_end) const {
     m_end = min(m_end, seqlen.q);
     Range keys{0, seqlen.k};
@@ -345,14 +347,14 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
                                                                                      : Range{0, 0};
   }
 
-  // Keys that row q_idx sees, mask and bias apart, counted from `first_key`: the column of a
-  // register is compared as a constant. Where no first key is hidden, nothing is left to compare.
+  // kv_range of row q_idx relative to `first_key`, so that the column of a register is compared as
+  // a constant. Without a left window it begins at 0, so that nothing is compared there.
   CUFLASH_DEVICE Range kv_range_from(int first_key, int q_idx) const {
     const Range keys = kv_range(q_idx, q_idx + 1).relative_to(first_key);
     return {Config::window_left ? keys.begin : 0, keys.end};
   }
 
-  // Rows that see some key of [n_begin, n_end), mask and bias apart.
+  // The rows that see some key of [n_begin, n_end) as far as lengths and windows decide.
   CUFLASH_DEVICE Range q_range(int n_begin, int n_end) const {
     n_end = min(n_end, seqlen.k);
     Range rows{0, seqlen.q};
@@ -362,9 +364,9 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
                                                                                      : Range{0, 0};
   }
 
-  // Key blocks for the rows [m_begin, m_end). Rows past the length count as seeing what the others
-  // see: their results are discarded. A formula, which may read an array at any index that it is
-  // given, is given existing ones. (D19)
+  // The key blocks of rows [m_begin, m_end). Rows past the length are taken to see what the other
+  // rows see: their results are discarded. With a formula no block of such rows is full, because a
+  // formula may read arrays at its indices, which have to exist. (D19)
   CUFLASH_DEVICE BlockRanges kv_blocks(int m_begin, int m_end) const {
     Range full{0, Config::score_mod && m_end > seqlen.q ? 0 : seqlen.k};
     const Range queries = queries_of({m_begin, min(m_end, seqlen.q)});
@@ -375,8 +377,8 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
     return block_ranges<Config::block_n, hides_pairs>(kv_range(m_begin, m_end), full);
   }
 
-  // Query blocks for the keys [n_begin, n_end). A block is full only if all these keys exist:
-  // another entry of the same owner may be longer, so their sums are not discarded.
+  // The query blocks of keys [n_begin, n_end). A block is full only if all these keys exist:
+  // another entry of the same owner may be longer, so the sums of these keys are not discarded.
   CUFLASH_DEVICE BlockRanges q_blocks(int n_begin, int n_end) const {
     Range full{0, n_end <= seqlen.k ? seqlen.q : 0};
     if constexpr (Config::window_right) full.begin = max(full.begin, n_end - diagonal_end);

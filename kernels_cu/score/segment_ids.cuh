@@ -15,11 +15,11 @@ struct alignas(2 * sizeof(Id)) IdBounds {
     low = other.low < low ? other.low : low;
     high = other.high > high ? other.high : high;
   }
-  // Can an id be in both?
+  // Can an id lie within both bounds?
   CUFLASH_DEVICE bool meets(const IdBounds& other) const {
     return low <= other.high && other.low <= high;
   }
-  // Is there one id, the same in both?
+  // Do both hold the same single id?
   CUFLASH_DEVICE bool is_one_with(const IdBounds& other) const {
     return low == high && other.low == low && other.high == low;
   }
@@ -39,7 +39,7 @@ CUFLASH_DEVICE IdBounds<Id> bounds_within(const void* array, int64_t offset, Ran
   return all;
 }
 
-// Unrolled in part: the ids of a whole row would not fit beside its scores. (D91)
+// Unrolled in part: registers would not hold the ids of a whole row beside its scores. (D91)
 template <int tiles, typename Id>
 CUFLASH_DEVICE ColumnBits same_ids(Id id, const Id* ids, Range valid) {
   uint32_t bits = 0;

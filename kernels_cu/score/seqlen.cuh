@@ -1,19 +1,19 @@
-// How long the sequences of one batch entry are, what that makes of rows beyond, and which diagonal
-// is its causal one.
+// The lengths of the sequences of one batch entry, what holds for rows beyond them, and the entry's
+// causal diagonal.
 #pragma once
 
 #include "schedule/scheduler.cuh"
 
 namespace cuflash {
 
-// Lengths are clamped to the arrays, so that no value an array may hold can cause a fault.
+// Lengths are clamped to the extents of arrays, so that no value in an array can cause a fault.
 struct Seqlen {
   int q;           // rows [0, q) exist
   int k;           // keys [0, k) exist
   int64_t offset;  // key n lies on the causal diagonal of row n - offset
-  int first_q;     // rows of the arrays that are row 0 and key 0 of this entry
+  int first_q;     // rows of the arrays that hold row 0 and key 0 of this entry
   int first_k;
-  int rows_q;  // that the arrays have of this entry
+  int rows_q;  // how many rows the arrays have for this entry
   int rows_k;
 
   CUFLASH_DEVICE Seqlen(const ScoreParams& params, const BatchIndex& entry)
@@ -50,8 +50,8 @@ struct Seqlen {
     }
   }
 
-  // What the gradient has to know of one row of this entry, of those in `rows`. A row beyond the
-  // length is no query: whatever is said of it, its probabilities are zero.
+  // What the gradient needs of one row of this entry. A row beyond the length is no query, whatever
+  // `rows` holds: lse = +inf makes its probabilities zero.
   CUFLASH_DEVICE RowStatistics statistics(const RowStatistics* rows, int q_idx) const {
     return q_idx < q ? rows[q_idx] : RowStatistics{infinity(), 0};
   }

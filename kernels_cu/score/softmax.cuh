@@ -1,16 +1,17 @@
-// How the maximum and the sum of a row evolve over key blocks, and what they give at the end.
+// Online softmax: how the maximum and the sum of a row change from key block to key block, and the
+// row's results at the end.
 #pragma once
 
 #include "score/softmax_float64.cuh"
 
 namespace cuflash {
 
-// What the sums of a row come to: out is weight / sum times the sum of its values.
+// The final values of a row: out is weight / sum times the accumulated sum of its values.
 struct RowEnd {
   Real weight, sum, lse;
 };
 
-// From the reference and the sum of exponentials of a row that saw some key.
+// The end of a row that saw some key, from its reference and sum of exponentials, with its sink.
 CUFLASH_DEVICE RowEnd end_of_sum(const Score& score, const BatchIndex& entry, Real reference,
                                  Real sum) {
   if constexpr (!Score::has_sink) {
@@ -27,7 +28,7 @@ CUFLASH_DEVICE RowEnd end_of_sum(const Score& score, const BatchIndex& entry, Re
   }
 }
 
-// What results over two sets of keys are worth together, and the lse of both.
+// The factors of two results over different sets of keys in their joined result, and its lse.
 struct Joined {
   Real before, now, lse;
 
@@ -43,33 +44,35 @@ struct Joined {
   }
 };
 
-// The same from its maximum.
+// The same from the row's maximum.
 CUFLASH_DEVICE RowEnd end_of_row(const Score& score, const BatchIndex& entry, Real maximum,
                                  Real sum) {
   return end_of_sum(score, entry, score.reference(maximum), sum);
 }
 
-// Are the sums of a row not to be relied on? Those of a row far from 0 are not. Where products and
-// references are rounded one by one, infinities may be left from before its reference came near.
+// Is a row to be computed again, pair by pair? Rows far from 0 are. So are rows whose sum is not
+// finite: where products and references are rounded separately, an infinity may come from earlier
+// blocks, when the reference was still far from 0.
 CUFLASH_DEVICE bool is_unsure(const Score& score, Real reference, Real sum) {
   const bool overflowed = Config::scale_in_exponent && !(fabs(sum) < infinity());
-  // A bias of -inf was added to a NaN, or to infinity.
+  // The sum is NaN where a bias of -inf was added to a NaN or to infinity.
   if constexpr (Config::bias_stages > 0) return is_quiet_nan(sum);
   return Score::recomputes_far_rows && (score.is_far(reference) || overflowed);
 }
 
-// Of float32: equal weights are rounded alike in every block, so what a rounding adds to their sum
-// is kept and taken off the next block's (Kahan 1965); a block that a row does not see changes no
-// bit. In 16 bits a weight errs by more than that; sums of float64 are exact enough.
+// In float32, equal weights are rounded in the same direction in every block. The rounding error of
+// a row's sum is therefore kept and subtracted from the next block's sum (Kahan 1965). A block that
+// a row does not see changes no bit. With 16-bit inputs the error of a weight is larger than this
+// error, and sums in float64 are exact enough.
 constexpr bool keeps_loss = Config::dtype == Dtype::float32;
 
-// State of 16 `slices` rows of a warp: this lane holds rows t/4 and t/4 + 8 of each slice. Scores
+// The state of 16 `slices` rows of a warp. Lane t holds rows t/4 and t/4 + 8 of each slice. Scores
 // are in units of Score::unit(), which is positive.
 template <int slices>
 struct OnlineSoftmax {
   Real row_max[slices][2];
-  Real row_sum[slices][2];   // of this lane's columns only, until `finish`
-  Real row_loss[slices][2];  // what the last rounding has added to it
+  Real row_sum[slices][2];   // over this lane's columns only, until `finish`
+  Real row_loss[slices][2];  // what the last rounding has added to row_sum
   WarpPowers power;
 
   CUFLASH_DEVICE OnlineSoftmax() {
@@ -80,17 +83,17 @@ struct OnlineSoftmax {
     });
   }
 
-  // Scores become exp(score - row_max); what was summed under the old maximum is rescaled: not by 1
-  // where multiplications take time from tensor cores, as of float64 (D54), or from another
-  // warpgroup (D125).
+  // Replaces scores by exp(score - row_max). Sums under the old maximum are rescaled. Rescaling by
+  // 1 is skipped where multiplications take time from tensor cores, as in float64 (D54), or from
+  // another warpgroup (D125).
   template <bool skips_one = is_double, int tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&s_acc)[slices][tiles][4], Real (&o_acc)[slices][out_tiles][4],
                              const Score& score) {
     unrolled<slices, 2>([&](int s, int half) {
       const Real block_max = quad_max(lane_maximum(s_acc[s], half, row_max[s][half]));
-      // A row that has seen nothing yet: -inf minus -inf would be NaN.
+      // A row that has seen no key yet: -inf minus -inf would be NaN.
       const Real shift = block_max == -infinity() ? 0 : score.reference(block_max);
-      // Most blocks of keys leave every maximum as it was, whose factor is 1.
+      // Most blocks of keys change no maximum, and then the factors are 1.
       if (!skips_one || warp_agrees(block_max != row_max[s][half])) {
         const Real rescale =
             power(score.exponent_between(score.reference(row_max[s][half]), shift));
@@ -118,12 +121,12 @@ struct OnlineSoftmax {
     });
   }
 
-  // What the sum of a row is relative to; -inf where nothing was seen.
+  // The reference of a row's sum, or -inf if the row has seen no key.
   CUFLASH_DEVICE Real reference(const Score& score, int slice, int half) const {
     return score.reference(row_max[slice][half]);
   }
 
-  // Completes the sums; afterwards every lane of a row holds them.
+  // Completes the sums. Afterwards all four lanes of a row hold them.
   CUFLASH_DEVICE void finish() {
     unrolled<slices, 2>([&](int s, int half) {
       if constexpr (keeps_loss) row_sum[s][half] -= row_loss[s][half];

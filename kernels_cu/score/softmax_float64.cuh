@@ -1,35 +1,35 @@
-// How the reference and the sum of a row evolve in float64 where a score is a product: every
-// instruction of float64 takes its time from tensor cores. Other than in score/softmax.cuh
-//   - the largest score of a block is known by its upper half, a float32 that compares alike;
-//   - references are multiples of 1/32, so that no weight's exponent is formed before it is split;
-//   - a reference stays until a score exceeds it by a factor of 2^8, in few blocks. (D45, D51)
+// Online softmax in float64 for scores that are products of q and k (Config::scale_in_exponent).
+// Every float64 instruction takes its time from tensor cores. Unlike score/softmax.cuh:
+//   - maxima compare only the upper halves of scores, as float32 numbers in the same order;
+//   - references are multiples of 1/32, so that exponents are split without being formed;
+//   - a reference rises only where a weight would exceed 2^8, in few blocks. (D45, D51)
 #pragma once
 
 #include "score/score.cuh"
 
 namespace cuflash {
 
-// Sign, exponent and the first 20 bits of a float64, ordered like it; NaN for an infinity, a NaN
-// and what is at least 2^1017.
+// Sign, exponent and the first 20 bits of a float64, as a float32 in the same order. Infinities,
+// NaN and magnitudes of 2^1017 or more become NaN or infinite.
 CUFLASH_DEVICE float upper_half(double x) { return __int_as_float(__double2hiint(x)); }
 
-// Is x greater than a power of two, as far as upper halves tell? A NaN may be.
+// Is x greater than `power`, a power of two, as far as upper halves tell? A NaN may be.
 CUFLASH_DEVICE bool exceeds(double x, double power) {
   return __double2hiint(x) > __double2hiint(power);
 }
 
-// |x| of a NaN may keep its sign. (D55)
+// A NaN without a sign: |x| of a NaN may keep its sign. (D55)
 CUFLASH_DEVICE double nan_without_sign() { return __hiloint2double(0x7ff80000, 0); }
 
-// State of 16 `slices` rows of a warp as in OnlineSoftmax, of which this has the members.
+// The state of 16 `slices` rows of a warp, with the same interface as OnlineSoftmax.
 template <int slices>
 struct HeldSoftmax {
-  static constexpr double least = -0x1.fffffffffffffp1023;  // where nothing has been seen
-  static constexpr double near = 0x1p20;                    // upper halves are off by 1 at most
-  static constexpr double most = 8;                         // of exponents
+  static constexpr double least = -0x1.fffffffffffffp1023;  // the reference before any key
+  static constexpr double near = 0x1p20;                    // upper halves err by 1 at most below
+  static constexpr double most = 8;                         // largest exponent of a weight
 
   Real held[slices][2];
-  Real row_sum[slices][2];  // of this lane's columns only, until `finish`
+  Real row_sum[slices][2];  // over this lane's columns only, until `finish`
   DoublePowers power;
 
   CUFLASH_DEVICE HeldSoftmax() {
@@ -40,7 +40,7 @@ struct HeldSoftmax {
     }
   }
 
-  // Scores become 2^(exponent - reference); what was summed under another is rescaled. (D49)
+  // Replaces scores by 2^(exponent - reference). Sums under an older reference are rescaled. (D49)
   template <int tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&s_acc)[slices][tiles][4], Real (&o_acc)[slices][out_tiles][4],
                              const Score& score) {
@@ -57,7 +57,8 @@ struct HeldSoftmax {
         any_rises |= exceeds(maxima[s][half] - held[s][half], most);
       }
     }
-    // One branch for all rows: the weights of one would wait for the maximum of the next. (D52)
+    // One branch for all rows: otherwise weights of a row would wait for the next row's maximum.
+    // (D52)
     if (warp_agrees(any_odd || any_rises)) {
       any_odd = warp_agrees(any_odd);
 #pragma unroll
@@ -82,7 +83,7 @@ struct HeldSoftmax {
     for (int s = 0; s < slices; ++s) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // Dependent additions would wait for products of the other warp, one by one. (D53)
+        // Four sums: each dependent addition would wait for products of the other warp. (D53)
         Real sums[4] = {row_sum[s][half]};
 #pragma unroll
         for (int j = 0; j < 2 * tiles; ++j) {
@@ -95,12 +96,12 @@ struct HeldSoftmax {
     }
   }
 
-  // What the sum of a row is relative to; -inf where nothing was seen.
+  // The reference of a row's sum, or -inf if the row has seen no key.
   CUFLASH_DEVICE Real reference(const Score&, int slice, int half) const {
     return held[slice][half] == least ? -infinity() : held[slice][half];
   }
 
-  // Completes the sums; afterwards every lane of a row holds them.
+  // Completes the sums. Afterwards all four lanes of a row hold them.
   CUFLASH_DEVICE void finish() {
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
@@ -110,12 +111,12 @@ struct HeldSoftmax {
   }
 
  private:
-  // Is it too far from 0 for upper halves to tell, or a NaN?
+  // Is the maximum too far from 0 for its upper half to tell, or a NaN?
   CUFLASH_DEVICE static bool is_odd(double maximum) {
     return (__double2hiint(maximum) & 0x7fffffff) > __double2hiint(near);
   }
 
-  // The upper half of the largest score of a row, below which are zeros.
+  // The largest score of a row, by upper halves: the lower half of the result is 0.
   template <int tiles>
   CUFLASH_DEVICE static Real row_maximum_in_part(const Real (&s_acc)[tiles][4], int half) {
     float upper[tiles];
@@ -130,7 +131,8 @@ struct HeldSoftmax {
     return __hiloint2double(__float_as_int(upper[0]), 0);
   }
 
-  // Makes the maximum of a block the reference of its row if that is too small.
+  // Makes the maximum of a block, rounded to 1/32, the reference of its row if the reference is too
+  // small, and rescales the row.
   template <int out_tiles>
   CUFLASH_DEVICE void hold(Real maximum, int s, int half, Real (&o_acc)[slices][out_tiles][4],
                            const Score& score) {
@@ -141,8 +143,8 @@ struct HeldSoftmax {
     scale_row(o_acc[s], half, rescale);
   }
 
-  // Scores of rows that are far from 0 become exponents; a NaN gets the sign that `of_product`
-  // leaves alone.
+  // Replaces the scores of a row that is far from 0 by exponents. A NaN loses its sign: of_product
+  // would return 0 for a negative NaN.
   template <int tiles>
   CUFLASH_DEVICE static void form_exponents(Real (&s_acc)[tiles][4], int half, bool is_far,
                                             Real reference, const Score& score) {

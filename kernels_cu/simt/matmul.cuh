@@ -1,6 +1,6 @@
 // The two products of attention on CUDA cores, for devices without the matrix instructions of sm_80
-// and for float64 where those are no faster: accumulators lie as in tile/matmul_sm80.cuh,
-// every dtype is multiplied and summed as Real. (D31)
+// and for float64 where those are no faster. Accumulators have the layout of tile/matmul_sm80.cuh.
+// Every dtype is multiplied and summed as Real. (D31)
 #pragma once
 
 #include "simt/global_tile.cuh"
@@ -27,14 +27,14 @@ CUFLASH_DEVICE void read_elements(Real (&to)[count], const Element* from) {
   }
 }
 
-// A tile whose columns are summed over, from `first_row` on; as a left or a right operand.
+// A left or a right operand: a tile from `first_row` on that is summed over its columns.
 template <typename Tile>
 struct GlobalRows {
   const Tile& tile;
   int first_row;
 };
 
-// A tile whose rows are summed over, from `first_column` on.
+// A right operand: a tile from `first_column` on that is summed over its rows.
 template <typename Tile>
 struct GlobalSums {
   const Tile& tile;
@@ -59,8 +59,8 @@ CUFLASH_DEVICE GlobalSums<GlobalTile<rows, columns>> read_sums(
   return {tile, first_column};
 }
 
-// acc += A . B^T: 16 `slices` rows of A, every row of B; columns are summed, and every sum is
-// rounded: in parts or not.
+// acc += A . B^T, summed over the columns, with 16 `slices` rows of A and all rows of B. Every
+// addition is rounded, so part_columns changes nothing.
 template <int part_columns = 0, int slices, typename ATile, typename BTile>
 CUFLASH_DEVICE void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
                                         const GlobalRows<ATile>& a, const GlobalRows<BTile>& b) {
@@ -114,7 +114,7 @@ CUFLASH_DEVICE void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
   }
 }
 
-// acc += A . B: A in registers, the rows of B are summed; of its columns as many as acc has.
+// acc += A . B, summed over the rows of B, with A in registers and as many columns of B as acc has.
 template <int slices, int tiles, typename BTile>
 CUFLASH_DEVICE void multiply(Real (&acc)[slices][tiles][4],
                              const Register (&a_frag)[slices][BTile::rows / 16][operand_registers],
@@ -125,7 +125,7 @@ CUFLASH_DEVICE void multiply(Real (&acc)[slices][tiles][4],
 #pragma unroll
   for (int k = 0; k < BTile::rows / 8; ++k) {
 #pragma unroll 1
-    for (int lane = 0; lane < 4; ++lane) {  // of four that hold a row of A
+    for (int lane = 0; lane < 4; ++lane) {  // of the four that hold a row of A
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         Real a[slices][2];

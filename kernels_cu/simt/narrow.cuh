@@ -1,6 +1,6 @@
-// Queries and keys of narrow heads, each whole in one thread, and what a pair of them adds to
-// gradients. A thread keeps its own in registers; all threads of a block read the others from
-// shared memory, the same one at a time.
+// Queries and keys of narrow heads, and what a pair of them adds to gradients. A thread keeps its
+// own rows whole in registers. All threads of a block read the other rows from shared memory, the
+// same row at the same time.
 #pragma once
 
 #include "simt/recompute_rows.cuh"
@@ -10,10 +10,10 @@ namespace cuflash {
 
 constexpr int width = Config::width, width_v = Config::width_v;  // true head sizes
 
-// Does a block's masked form look at bias in global memory, at masks, at formulas?
+// Does a masked block read a bias or a mask in global memory, or evaluate formulas?
 constexpr bool looks_up = !Config::key_bias && Score::hides_pairs;
 
-// What all queries need of a key.
+// A key, its value and, with Config::key_bias, its bias.
 struct alignas(16) Key {
   static constexpr int room = (width + width_v + Config::key_bias + 3) / 4 * 4;
   Real element[room];
@@ -26,7 +26,7 @@ struct alignas(16) Key {
     return false;
   }
 
-  // One that does not exist is zeros.
+  // Loads a key, as zeros if it does not exist.
   CUFLASH_DEVICE void load(const RowSource& from_k, const RowSource& from_v, const Score& score,
                            int kv_idx, bool exists) {
     unrolled<width>([&](int i) { element[i] = exists ? from_k.number(kv_idx, i) : Real(0); });
@@ -37,20 +37,20 @@ struct alignas(16) Key {
     }
   }
 
-  // Whether it and a query within its bounds see each other.
+  // Is this key visible to query q_idx, which lies within its bounds?
   CUFLASH_DEVICE bool seen_by(const Score& score, int q_idx, int kv_idx) const {
     if constexpr (Config::key_bias) return !hides();
     return score.sees(q_idx, kv_idx);
   }
 
-  // The value of `apply` of a pair that sees each other.
+  // Score::apply for a visible pair.
   CUFLASH_DEVICE Real apply(const Score& score, Real product, int q_idx, int kv_idx) const {
     if constexpr (Config::key_bias) return score.with_bias(product, bias());
     return score.apply(product, q_idx, kv_idx);
   }
 };
 
-// What the gradient needs of a query.
+// A query, its dout, lse and delta.
 struct alignas(16) Query {
   static constexpr int room = (width + width_v + 2 + 3) / 4 * 4;
   Real element[room];
@@ -60,7 +60,7 @@ struct alignas(16) Query {
   CUFLASH_DEVICE Real lse() const { return element[width + width_v]; }
   CUFLASH_DEVICE Real delta() const { return element[width + width_v + 1]; }
 
-  // Of a query that sees nothing, nothing else is read.
+  // Loads a query. If it sees no key, q and dout are not read.
   CUFLASH_DEVICE void load(const RowSource& from_q, const RowSource& from_dout,
                            RowStatistics statistics, int q_idx) {
     const bool sees = statistics.lse != infinity();
@@ -72,7 +72,7 @@ struct alignas(16) Query {
   }
 };
 
-// Where the gradients of a batch entry read rows.
+// The operands of a batch entry from which gradients read rows.
 struct NarrowRows {
   RowSource q, k, v, dout;
   const RowStatistics* statistics;
@@ -86,9 +86,9 @@ struct NarrowRows {
         statistics(params.rows + entry * params.rows_layout.batch + seqlen.first_q) {}
 };
 
-// What a pair that sees each other, within its bounds, adds to the gradients of both.
+// What a pair within its bounds adds to the gradients of its query and key, if it is visible.
 struct PairGradient {
-  Real p;   // probability, if it is kept
+  Real p;   // probability, which dv adds if is_kept
   Real ds;  // gradient of scale * q.k
   bool is_seen, is_kept;
 
@@ -108,10 +108,10 @@ struct PairGradient {
   }
 };
 
-// Products that are summed, of a block and of all blocks before. (D61)
+// Sums of products, over the current block and over all blocks before. (D61)
 template <int count>
 struct BlockSums {
-  Real block[count + 1], all[count + 1];  // an array has an element
+  Real block[count + 1], all[count + 1];  // + 1: no array is empty
 
   CUFLASH_DEVICE void clear() {
     unrolled<count>([&](int i) { block[i] = all[i] = 0; });
@@ -130,7 +130,7 @@ struct BlockSums {
     });
   }
 
-  // Returns whether any is not finite.
+  // Stores the sums times `factor`, and returns whether any sum is not finite.
   CUFLASH_DEVICE bool store(const RowTarget& to, int row, Real factor) const {
     bool is_finite = true;
 #pragma unroll

@@ -1,12 +1,11 @@
-// A row of a result that came out non-finite, or lies far from 0, computed again from the pairs
-// that see each other.
+// Computes a row of a result again from its visible pairs: one that is not finite, or far from 0.
 //
-// A tensor-core product adds 0 * x for a pair that does not see each other, and 0 * NaN is NaN: a
-// non-finite element would reach all rows of its tile. One warp therefore repeats such a row pair
-// by pair. Scores far from 0 (see numeric.cuh) may differ by whole exponents where they are summed
-// in another order or rounded once more: here forward and gradient form them alike, to the last
-// bit, and take their differences first. The functions are not inlined, so that the fast path keeps
-// its registers. Lanes hold the columns lane, lane + 32, ... of a row. (D56)
+// A tensor-core product adds 0 * x for a hidden pair, and 0 * NaN is NaN: a non-finite element
+// would reach all rows of its tile. One warp therefore repeats such a row pair by pair. Scores far
+// from 0 (see numeric.cuh) may differ by whole exponents if they are summed in another order or
+// rounded once more. Here forward and gradient form scores with the same bits, and subtract them
+// before they multiply by log2 e. The functions are not inlined, so that the fast path keeps its
+// registers. A lane holds the columns lane, lane + 32, ... of a row. (D56)
 #pragma once
 
 #include "schedule/tiles.cuh"
@@ -28,7 +27,7 @@ struct LaneColumns {
     for (int i = 0; i < count; ++i) value[i] = 0;
   }
 
-  // A row of an operand; zeros past its true width. (D86)
+  // Loads a row of an operand, with zeros past its true width. (D86)
   template <typename Source>
   CUFLASH_DEVICE void load(const Source& from, int row) {
     const Element* at = from.row(row) + lane_index() * from.column_stride;
@@ -48,7 +47,7 @@ struct LaneColumns {
     }
   }
 
-  // Times `factor`, and `before` times a row of float32 that results join.
+  // Multiplies by `factor` and adds `before` times `row`, the existing result that this one joins.
   CUFLASH_DEVICE void join(Real factor, Real before, const Real* row, int num_columns) {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
@@ -78,7 +77,8 @@ struct LaneColumns {
 using QkColumns = LaneColumns<Config::head_dim>;
 using VColumns = LaneColumns<Config::head_dim_v>;
 
-// Bit r says whether row r of a slice of 16 rows was marked by any of its lanes.
+// Bit r of the result tells whether any lane has marked row r of a slice: `upper` marks a lane's
+// row t/4, `lower` its row t/4 + 8.
 CUFLASH_DEVICE uint32_t marked_rows(bool upper, bool lower) {
   uint32_t rows = 0;
   if (warp_agrees(upper || lower)) {
@@ -94,7 +94,7 @@ CUFLASH_DEVICE uint32_t marked_rows(bool upper, bool lower) {
   return rows;
 }
 
-// Which rows of a slice hold anything non-finite.
+// Bits of the rows of a slice that hold a non-finite element.
 template <int tiles>
 CUFLASH_DEVICE uint32_t non_finite_rows(const Real (&acc)[tiles][4]) {
   Real poison[2] = {0, 0};
@@ -102,14 +102,15 @@ CUFLASH_DEVICE uint32_t non_finite_rows(const Real (&acc)[tiles][4]) {
   return marked_rows(poison[0] != 0, poison[1] != 0);
 }
 
-// Calls step(row) for the first row of every set bit, the same in all lanes.
+// Calls step(i) for every set bit i, from the lowest on. `bits` is the same in all lanes.
 template <typename Step>
 CUFLASH_DEVICE void for_each_bit(uint32_t bits, const Step& step) {
 #pragma unroll 1
   for (; warp_agrees(bits != 0); bits &= bits - 1) step(__ffs(bits) - 1);
 }
 
-// What the gradient needs of a query: for one far from 0 the statistics hold NaN for lse.
+// What the gradient needs of a row. For a row far from 0 the statistics hold NaN instead of lse,
+// and its lse is read from params.lse.
 struct ExactRow {
   bool is_far;
   Real lse, delta;
@@ -122,7 +123,7 @@ struct ExactRow {
     delta = statistics.delta;
   }
 
-  // Probability of a value of `apply`. Without a rounding of its own no logit exceeds lse.
+  // The probability of a value of `apply`. Only a rounding error makes a logit exceed lse.
   CUFLASH_DEVICE Real probability(const Score& score, Real value) const {
     const Real difference = score.rounded_logit(value) - lse;
     const Real far_exponent = (difference > 0 ? 0 : difference) * log2_e;
@@ -130,7 +131,7 @@ struct ExactRow {
   }
 };
 
-// What the gradient needs of one pair that sees each other.
+// What the gradient needs of one visible pair.
 struct ExactPair {
   Real p;       // probability, 0 if it is dropped
   Real dscore;  // gradient of the score
@@ -146,7 +147,7 @@ struct ExactPair {
   }
 };
 
-// What the sums of a row come to, from its largest logit.
+// The end of a row, from its largest logit and its sum of exponentials.
 CUFLASH_DEVICE RowEnd exact_end(const Score& score, const BatchIndex& entry, Real largest,
                                 Real sum) {
   if constexpr (!Score::has_sink) {
@@ -159,9 +160,9 @@ CUFLASH_DEVICE RowEnd exact_end(const Score& score, const BatchIndex& entry, Rea
   }
 }
 
-// Where rows of out and lse go: into the caller's arrays, or those of parts.
+// Stores rows of out and lse in the caller's arrays, or in those of parts.
 struct CallersRows {
-  // For pairs of columns of any row.
+  // A target that stores pairs of columns of any row.
   CUFLASH_DEVICE RowTarget pairs(const ForwardParams& params, const BatchIndex& entry,
                                  int first_q) const {
     return {KeyPart::of_this_block(params).out(params),
@@ -189,7 +190,7 @@ struct CallersRows {
   }
 };
 
-// One row of out, and lse where that was not to be relied on, either.
+// Computes one row of out again, and its lse if writes_lse.
 template <typename Target = CallersRows>
 __device__ __noinline__ void recompute_out(const ForwardParams& params, const BatchIndex entry,
                                            int q_idx, bool writes_lse, const Target to = {}) {
@@ -220,8 +221,8 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
     const Real p = power_of_two((logit - shift) * log2_e);
     const Real new_sum = row_sum * rescale + p;
     row_max = new_max;
-    if (warp_agrees(new_sum == 0)) continue;  // a formula hid all pairs so far
-    // Of large values the mean is within the range, and not their sum.
+    if (warp_agrees(new_sum == 0)) continue;  // a formula has hidden all pairs so far
+    // A running mean: it stays within the range where a sum of large values would overflow.
     const Real share = row_sum * rescale / new_sum;
     row_sum = new_sum;
 #pragma unroll
@@ -240,13 +241,13 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
     o.join(factor * joined.now, joined.before, there, params.head_dim_v);
     factor = 1;
     lse = joined.lse;
-    __syncwarp();  // all lanes have read
+    __syncwarp();  // all lanes have read lse before it is replaced
   }
   to.store(params, entry, q_idx, o, factor);
   if (writes_lse && lane_index() == 0) to.store_lse(params, entry, first_q, q_idx, lse);
 }
 
-// One row of dq, summed over the batch entries of its owner.
+// Computes one row of dq again, summed over the batch entries of its owner.
 __device__ __noinline__ void recompute_dq(const BackwardParams& params, int owner, int sequence,
                                           int q_idx) {
   const int first_entry = owner * params.grid.entries_per_owner;
@@ -280,7 +281,7 @@ __device__ __noinline__ void recompute_dq(const BackwardParams& params, int owne
            q_idx, params.score.scale);
 }
 
-// One row of dk and dv, summed over the batch entries of its owner.
+// Computes one row of dk and dv again, summed over the batch entries of its owner.
 __device__ __noinline__ void recompute_dkv(const BackwardParams& params, int owner, int sequence,
                                            int kv_idx) {
   const int first_entry = owner * params.grid.entries_per_owner;

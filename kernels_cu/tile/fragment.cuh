@@ -1,33 +1,37 @@
-// Which score a register holds, and how a product's result becomes the next product's operand.
+// Which element of an accumulator a register holds, and how an accumulator becomes an operand of
+// the next product.
 //
 // An accumulator of mma.m16n8k16 is 16x8: lane t holds rows t/4 and t/4 + 8, columns 2 (t%4) and
-// the next. A warp's accumulator is acc[slices][tiles][4]: 16 rows per slice, 8 columns per tile.
+// the next one. A warp's accumulator is acc[slices][tiles][4]: 16 rows per slice, 8 columns per
+// tile.
 //
 //      columns   0 1 | 2 3 | 4 5 | 6 7
 //      row 0      t0    t1    t2    t3        registers 0, 1: row t/4
 //      row 1      t4    t5    t6    t7        registers 2, 3: row t/4 + 8
 //      ...
 //
-// A product of fragments sums 16 columns of the left operand, rows of the right one. Lane t gives
-// it of rows t/4 and t/4 + 8 of the left operand, and of column t/4 of the right one:
+// A product of fragments sums over 16 columns of the left operand, which are 16 rows of the right
+// one. Lane t holds rows t/4 and t/4 + 8 of the left operand and column t/4 of the right one, at
+// these places of the sum:
 //
-//      16-bit     elements 2 (t%4) and the next, and those plus 8, in pairs: the order of memory
-//      wider      of each eight elements t%4 and t%4 + 4. Sums may be taken in any order: where the
-//                 left operand is an accumulator, these stand for 2 (t%4) and the next, which the
-//                 lane has, and so they do for float64 throughout
+//      16-bit     2 (t%4) and 2 (t%4) + 1, and both plus 8, in pairs: the order of memory
+//      wider      t%4 and t%4 + 4 of each eight. A sum may be taken in any order. Where the left
+//                 operand is an accumulator, and always in float64, both operands have 2 (t%4) and
+//                 2 (t%4) + 1 instead, which are the columns that the lane holds
 #pragma once
 
 #include "numeric.cuh"
 
 namespace cuflash {
 
-// What a lane holds of an operand in one register, two elements or one, and how many of them.
+// A register of an operand holds two 16-bit elements or one wider element. A lane has
+// operand_registers of them.
 constexpr bool packs_operands = sizeof(Element) == 2 && !Config::simt;
 using Register = If<packs_operands, uint32_t, Real>;
 constexpr int operand_registers = packs_operands ? 4 : 8;
 
-// Calls body(i) for i below n, or body(i, j) with j below m, unrolled: slices and halves, tiles and
-// registers.
+// Calls body(i) for i below n, or body(i, j) with j below m, unrolled. The indices are slices and
+// halves, or tiles and registers.
 template <int n, typename Body>
 CUFLASH_DEVICE void unrolled(Body body) {
 #pragma unroll
@@ -45,11 +49,12 @@ CUFLASH_DEVICE void unrolled(Body body) {
 CUFLASH_DEVICE int lane_index() { return threadIdx.x % 32; }
 CUFLASH_DEVICE int warp_index() { return threadIdx.x / 32; }
 
-// What holds in any lane, as a vote: the compiler takes a warp that branches on anything else for
-// diverged, and keeps the addresses of a whole kernel's products out of the uniform registers.
+// Does the condition hold in any lane? The result is a vote. After a branch on anything else the
+// compiler assumes that the warp has diverged, and keeps the addresses of a whole kernel's products
+// out of the uniform registers.
 CUFLASH_DEVICE bool warp_agrees(bool condition) { return __any_sync(0xffffffff, condition); }
 
-// Row of register i of a slice, column of register i of a tile, for one lane.
+// The row of register i of a slice, and the column of register i of a tile, for one lane.
 CUFLASH_DEVICE int fragment_row(int slice, int i, int lane = lane_index()) {
   return 16 * slice + lane / 4 + 8 * (i / 2);
 }
@@ -65,7 +70,8 @@ CUFLASH_DEVICE void clear(Real (&acc)[slices][tiles][4]) {
   });
 }
 
-// The largest of `least` and the scores that this lane holds of the `half`th row of a slice.
+// The largest of `least` and this lane's scores in one of its two rows of a slice: row t/4 (half 0)
+// or t/4 + 8 (half 1).
 template <int tiles>
 CUFLASH_DEVICE Real lane_maximum(const Real (&s_acc)[tiles][4], int half, Real least) {
 #pragma unroll
@@ -75,7 +81,7 @@ CUFLASH_DEVICE Real lane_maximum(const Real (&s_acc)[tiles][4], int half, Real l
   return least;
 }
 
-// Multiplies what this lane holds of the `half`th row of a slice.
+// Multiplies this lane's elements in one of its two rows of a slice.
 template <int tiles>
 CUFLASH_DEVICE void scale_row(Real (&acc)[tiles][4], int half, Real factor) {
 #pragma unroll
@@ -85,7 +91,7 @@ CUFLASH_DEVICE void scale_row(Real (&acc)[tiles][4], int half, Real factor) {
   }
 }
 
-// Two neighbouring 16x8 accumulators are one 16x16 operand, of 16-bit elements rounded once.
+// Two neighbouring 16x8 accumulators become one 16x16 operand, of 16-bit elements rounded once.
 template <int slices, int tiles>
 CUFLASH_DEVICE void to_operand(Register (&frag)[slices][tiles / 2][operand_registers],
                                const Real (&acc)[slices][tiles][4]) {

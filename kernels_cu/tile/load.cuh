@@ -1,4 +1,5 @@
-// Global to shared memory: a block of rows becomes a swizzled tile, everything outside it zeros.
+// Loads from global to shared memory: a block of rows becomes a swizzled tile, with zeros for
+// everything outside the matrix.
 #pragma once
 
 #include "ptx/cp_async.cuh"
@@ -8,8 +9,8 @@
 
 namespace cuflash {
 
-// One operand of one batch entry, from `first_row` and `first_column` of its matrix on:
-// `num_columns` true columns, rows at any stride.
+// One operand of one batch entry: its matrix from `first_row` and `first_column` on, with
+// `num_columns` true columns and any strides.
 struct RowSource {
   const Element* data;
   int64_t row_stride;
@@ -30,7 +31,7 @@ struct RowSource {
   }
 };
 
-// Rows of a block that lie in no order: each has a place, in elements from the first.
+// Rows of a block that have no common stride: `places` holds the offset of each row, in elements.
 struct PlacedRows : RowSource {
   const int64_t* places;  // in shared memory
 
@@ -42,15 +43,15 @@ constexpr bool in_order = true;
 template <>
 constexpr bool in_order<PlacedRows> = false;
 
-// Starts the copy of rows [first_row, first_row + Tile::rows) by all threads of the block. Rows
-// outside `valid` and columns past the true width become zero without being read, so that what they
-// hold, NaN included, cannot reach a product. Config::copy_bytes divides the true width, so that a
-// copy lies within it or outside. The tile is complete after this thread's
-// cp_async_wait and a barrier (the element-wise form is complete after the barrier).
+// Starts the copy of rows [first_row, first_row + Tile::rows). All threads of the block call it.
+// Rows outside `valid` and columns past the true width become zero without being read, so that
+// nothing in them, NaN included, can reach a product. Config::copy_bytes divides the true width in
+// bytes, so that each copy lies wholly within the width or outside. The tile is complete after each
+// thread's cp_async_wait and a barrier. (The element-wise form only needs the barrier.)
 template <typename Tile, typename Source>
 CUFLASH_DEVICE void load_tile(Tile& tile, const Source& source, int first_row, Range valid) {
   constexpr int num_threads = Config::num_threads;
-  constexpr int chunks = Tile::rows * Tile::row_chunks;  // of a panel
+  constexpr int chunks = Tile::rows * Tile::row_chunks;  // in a panel
   constexpr int steps = (chunks + num_threads - 1) / num_threads;
   constexpr int row_step = num_threads / Tile::row_chunks;
   static_assert(num_threads % Tile::row_chunks == 0, "a thread keeps its column in every step");

@@ -1,4 +1,4 @@
-// By which products a portable kernel multiplies, and where its tiles lie.
+// Whether a portable kernel multiplies by tensor cores or CUDA cores, and where its tiles are.
 #pragma once
 
 #include "simt/matmul.cuh"
@@ -9,7 +9,7 @@ namespace cuflash {
 template <int rows, int columns>
 using OperandTile = If<Config::simt, GlobalTile<rows, columns>, SmemTile<rows, columns>>;
 
-// One that every warp reads: of keys, or of queries where keys are owned.
+// A tile that every warp reads: of keys, or of queries where the thread block owns keys.
 constexpr bool splits_tiles = uses_3xtf32 && !Config::simt;
 template <int rows, int columns>
 using StreamedTile = If<splits_tiles, Tf32PairTile<rows, columns>, OperandTile<rows, columns>>;

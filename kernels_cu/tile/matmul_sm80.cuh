@@ -1,26 +1,28 @@
-// The two products of attention, warp by warp, from shared memory and registers.
+// The two products of attention by one warp, from shared memory and registers.
 //
-// Tensor cores multiply 16-bit elements and float64 as they are. A float32 is the sum of two TF32
-// numbers, high + low, and a product of two is high.high + high.low + low.high; what is left out is
-// below its rounding. (In bfloat16 the two small products run at twice the rate, but leave 1.6
-// times the error of float32 arithmetic: D33.) Sums come out of the tensor cores
-// truncated, not rounded, and numbers of one sign lose the same way at every step: sums are taken
-// in parts, small terms first, and parts are added in float32, which rounds. (D32, D34)
+// Tensor cores multiply 16-bit elements and float64 directly. A float32 is the sum of two TF32
+// numbers, high + low, and a product is high.high + high.low + low.high. The omitted low.low is
+// below the rounding of float32. (In bfloat16 the two small products would run at twice the rate,
+// but leave 1.6 times the error of float32 arithmetic: D33.) Tensor cores truncate their sums
+// instead of rounding them, and sums of numbers of one sign lose in the same direction at every
+// step. Sums are therefore taken in parts, small terms first, and the parts are added in float32,
+// which rounds. (D32, D34)
 #pragma once
 
 #include "tile/operand.cuh"
 
 namespace cuflash {
 
-// How many products of split operands tensor cores sum before a part is added in float32. A score's
-// error is alike in both passes, a common one of a row cancels in softmax; dp and out are what
-// dp - delta is a small difference of. Forward and backward take a score's parts alike. (D122)
+// How many products of split operands tensor cores sum before the part is added in float32. Forward
+// and backward take a score's parts alike, so its error is the same in both, and an error that a
+// row has in common cancels in softmax. Errors of dp and out matter more: dp - delta is a small
+// difference, and delta comes from out. (D122)
 constexpr int columns_of_a_score = 32, columns_of_dp = 16, rows_of_out = 32;
 
 constexpr bool uses_3xtf32 =
     Config::dtype == Dtype::float32 && Config::precision == Precision::ieee;
 
-// acc += a . b of TF32, by two products of eight columns.
+// acc += a . b in TF32, by two instructions that sum over eight columns each.
 CUFLASH_DEVICE void multiply_tf32(float (&acc)[4], const uint32_t (&a)[8], const uint32_t* b) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -29,14 +31,14 @@ CUFLASH_DEVICE void multiply_tf32(float (&acc)[4], const uint32_t (&a)[8], const
   }
 }
 
-// Tensor cores cut a float32 off after the 11 significant bits of TF32. This factor makes up for
-// what is lost, on average; it leaves alone what has no more bits. (D35)
+// Tensor cores truncate a float32 to the 11 significant bits of TF32. This factor makes up for the
+// loss on average. A number that has no more bits keeps its value. (D35)
 CUFLASH_DEVICE uint32_t for_tf32(float x) {
   constexpr float factor = 1 + 0.72f / 2048;
   return __float_as_uint(x * factor);
 }
 
-// acc += a . b, of 16-bit elements, of TF32, of float64; `b` is one of two operands side by side.
+// acc += a . b for 16-bit elements, TF32 and float64. `b` is one of two operands side by side.
 template <Dtype dtype = Config::dtype>
 CUFLASH_DEVICE void multiply_fragments(float (&acc)[4], const uint32_t (&a)[4], const uint32_t* b) {
   ptx::mma_m16n8k16<dtype>(acc, a, b[0], b[1]);
@@ -63,9 +65,9 @@ CUFLASH_DEVICE void multiply_fragments(double (&acc)[4], const double (&a)[8], c
   }
 }
 
-// An operand of float32: high is x rounded to the 11 significant bits of TF32, and tensor cores cut
-// off the bits of low that they have no room for. What overflows in rounding leaves an infinite
-// low: no sum of it is finite, and simt/recompute_rows.cuh computes its row.
+// A float32 operand in two parts: high is x rounded to the 11 significant bits of TF32, low is the
+// rest, which tensor cores truncate to TF32. If the rounding overflows, low is infinite. Then no
+// sum with it is finite, and simt/recompute_rows.cuh computes the row.
 template <int count>
 struct Tf32Pair {
   uint32_t high[count], low[count];
@@ -80,7 +82,7 @@ struct Tf32Pair {
   }
 };
 
-// An operand that is split where it is read, or was before: split_tile.cuh.
+// Reads an operand and splits it, or reads the parts of an operand that split_tile.cuh has split.
 template <typename Reader>
 CUFLASH_DEVICE Tf32Pair<8> read_split(const Reader& reader, int i, int j) {
   float x[8];
@@ -98,7 +100,7 @@ CUFLASH_DEVICE Tf32Pair<8> read_split(const Reader& reader, int i, int j) {
   return parts;
 }
 
-// Products with two operands side by side: products with a low part, and the others.
+// Products of `a` with two operands side by side: those with a low part, and the others.
 CUFLASH_DEVICE void add_small(float (&part)[2][4], const Tf32Pair<8>& a, const Tf32Pair<8>& b) {
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
@@ -112,7 +114,7 @@ CUFLASH_DEVICE void add_large(float (&part)[2][4], const Tf32Pair<8>& a, const T
   for (int side = 0; side < 2; ++side) multiply_tf32(part[side], a.high, b.high + 4 * side);
 }
 
-// Adds a part to two tiles of sums, or starts them with it.
+// Adds a part to two tiles of sums, or stores it there if it is the first.
 template <int slices, int tiles>
 CUFLASH_DEVICE void take_parts(float (&acc)[slices][tiles][4], const float (&part)[slices][2][4],
                                int first_tile, bool is_first = false) {
@@ -122,12 +124,13 @@ CUFLASH_DEVICE void take_parts(float (&acc)[slices][tiles][4], const float (&par
   });
 }
 
-// Of float64 on sm_90, where registers hold two of each operand beside the sums.
+// float64 on sm_90 and later, where registers hold two of each operand beside the sums.
 template <typename BTile>
 constexpr bool reads_ahead = Config::wide_float64 && BTile::rows * BTile::columns <= 2048 &&
                              (BTile::columns == 64 || BTile::columns == 128);
 
-// The same as multiply_transposed; the next operands are read while one is multiplied. (D59)
+// Computes the same as multiply_transposed, but reads the next operands while it multiplies the
+// current ones. (D59)
 template <int slices, typename ATile, typename BTile>
 CUFLASH_DEVICE void multiply_reading_ahead(Real (&acc)[slices][BTile::rows / 8][4],
                                            const RowsReader<ATile>& a,
@@ -156,17 +159,18 @@ CUFLASH_DEVICE void multiply_reading_ahead(Real (&acc)[slices][BTile::rows / 8][
   }
 }
 
-// acc += A . B^T: 16 `slices` rows of A, every row of B; columns are summed. Split operands want an
-// acc that is 0. (D92)
+// acc += A . B^T, summed over the columns, with 16 `slices` rows of A and all rows of B. With split
+// operands acc has to be 0 before. (D92)
 template <int part_columns = columns_of_a_score, int slices, typename ATile, typename BTile>
 CUFLASH_DEVICE void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
                                         const RowsReader<ATile>& a, const ColumnsReader<BTile>& b) {
   static_assert(ATile::columns == BTile::columns, "the summed width");
   if constexpr (uses_3xtf32) {
-    // Of 32 columns two parts at least, and of 96 what registers hold.
+    // Widths of 32 and 96 take parts of 16 columns: 32 for the sake of two parts, 96 because
+    // registers hold no more.
     constexpr int part_steps = BTile::columns % 64 == 0 ? part_columns / 16 : 1;
     constexpr int parts = BTile::columns / 16 / part_steps;
-    // As many as registers hold, and no rest. (D126)
+    // How many parts are unrolled: as many as registers hold, without a remainder. (D126)
     constexpr int steps_at_once = parts % 4 == 0 && parts > 4 ? 4 : 2;
     constexpr bool two_at_once = BTile::rows == 16 || parts == 2 || parts > 6;
     constexpr int at_once = part_steps == 1 ? steps_at_once : two_at_once ? 2 : 1;
@@ -212,7 +216,7 @@ CUFLASH_DEVICE void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
   }
 }
 
-// acc += A . B: A in registers, the rows of B are summed; of its columns as many as acc has.
+// acc += A . B, summed over the rows of B, with A in registers and as many columns of B as acc has.
 template <int slices, int tiles, typename BTile>
 CUFLASH_DEVICE void multiply(Real (&acc)[slices][tiles][4],
                              const Register (&a_frag)[slices][BTile::rows / 16][operand_registers],

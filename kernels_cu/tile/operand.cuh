@@ -1,8 +1,9 @@
 // How a lane reads the operands of a product of fragments, acc (16x8) += a (16x16) . b (16x8), from
-// shared memory: of a, or of two b side by side, `operand_registers`; see fragment.cuh.
+// shared memory. One read fills `operand_registers` registers: one a, or two b side by side. See
+// fragment.cuh for the elements.
 //
-// 16-bit elements, and float32 summed over columns, are read by ldmatrix; of float32, `distance`
-// bytes behind a tile, too.
+// ldmatrix reads 16-bit elements, and float32 that is summed over columns. With `distance` a reader
+// of float32 reads low parts, which lie `distance` bytes behind the high parts.
 #pragma once
 
 #include "ptx/mma_sync.cuh"
@@ -12,13 +13,13 @@
 
 namespace cuflash {
 
-// How many bytes behind the high parts of a tile its low ones lie; 0 where it is not split.
+// The bytes from the high parts of a tile to its low parts, or 0 if the tile is not split.
 template <typename Tile>
 constexpr int low_distance = 0;
 
-// Moves an address by `index` blocks of `bytes` along the columns. Swizzle bits of a lane are the
-// same in every block, and a block's column only flips address bits above its chunk's lowest, hence
-// the exclusive or.
+// Moves an address by `index` blocks of `bytes` along the columns. Within a panel the index only
+// sets bits of the chunk number that are 0 in block 0. The swizzle is an exclusive or with the
+// chunk number, so the swizzled address moves by an exclusive or, too.
 template <typename Tile, int bytes>
 CUFLASH_DEVICE uint32_t along_columns(uint32_t address, int index) {
   constexpr int blocks_per_panel = Tile::row_bytes / bytes;
@@ -26,14 +27,14 @@ CUFLASH_DEVICE uint32_t along_columns(uint32_t address, int index) {
          index / blocks_per_panel * Tile::panel_bytes;
 }
 
-// The left operand: 16 rows of a matrix, whose columns are summed over.
+// The left operand: 16 rows of a matrix that is summed over its columns.
 template <typename Tile>
 struct RowsReader {
   using Source = Tile;
 
   uint32_t lane_address;
 
-  // Rows from 16 * row16 on, columns from 16 * k on.
+  // Reads rows from 16 * row16 on, columns from 16 * k on.
   CUFLASH_DEVICE void read(uint32_t (&frag)[4], int row16, int k) const {
     ptx::ldmatrix_x4(frag, along_columns<Tile, 32>(lane_address, k) + row16 * row_block);
   }
@@ -63,8 +64,8 @@ struct RowsReader {
   static constexpr int row_block = 16 * Tile::row_bytes;
 };
 
-// Two right operands side by side, whose columns are 16 rows of a matrix: its columns are summed
-// over. A lane reads the elements that it has of a left operand, and deals them out otherwise.
+// Two right operands side by side, whose columns are 16 rows of a matrix that is summed over its
+// columns. A lane reads the same elements as of a left operand, but into other registers.
 template <typename Tile>
 struct ColumnsReader : RowsReader<Tile> {
   CUFLASH_DEVICE void read(uint32_t (&frag)[4], int row16, int k) const {
@@ -79,7 +80,7 @@ struct ColumnsReader : RowsReader<Tile> {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // Of float64 a register holds rows 8 apart next to each other, of float32 columns.
+        // Neighbours in `left` are rows 8 apart in float64, columns 4 apart in float32.
         const int from = sizeof(Value) == 8 ? i % 2 * 2 + i / 2 : i;
         frag[i / 2 * 4 + 2 * half + i % 2] = left[4 * half + from];
       }
@@ -87,14 +88,14 @@ struct ColumnsReader : RowsReader<Tile> {
   }
 };
 
-// Two right operands side by side, 16 columns of a matrix whose rows are summed over.
+// Two right operands side by side: 16 columns of a matrix that is summed over its rows.
 template <typename Tile>
 struct SumReader {
   using Source = Tile;
 
   uint32_t lane_address;
 
-  // Rows from 16 * k on, columns from 16 * column16 on.
+  // Reads rows from 16 * k on, columns from 16 * column16 on.
   CUFLASH_DEVICE void read(uint32_t (&frag)[4], int k, int column16) const {
     ptx::ldmatrix_x4_trans(frag, address(k, column16));
   }
@@ -104,7 +105,7 @@ struct SumReader {
     constexpr int eight_columns = 8 * sizeof(Value);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // This lane's even row and the next, whose chunks lie elsewhere.
+      // This lane's even row and the row after it, whose chunks are swizzled differently.
       const uint32_t even = address(k, column16) + half * 8 * Tile::row_bytes;
       const uint32_t odd = (even ^ (Tile::swizzle(1) << 4)) + Tile::row_bytes;
 #pragma unroll
@@ -123,8 +124,8 @@ struct SumReader {
   }
 };
 
-// A left operand whose rows start at first_row. Of 16-bit elements the four matrices are (rows 0-7,
-// columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15), of float32 half as wide.
+// A left operand whose rows start at first_row. For 16-bit elements the four matrices are (rows
+// 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15), for float32 half as wide.
 template <typename Tile>
 CUFLASH_DEVICE RowsReader<Tile> read_rows(const Tile& tile, int first_row = 0) {
   const int lane = ptx::thread_index() % 32;
@@ -133,8 +134,8 @@ CUFLASH_DEVICE RowsReader<Tile> read_rows(const Tile& tile, int first_row = 0) {
   return {ptx::shared_address(tile.data) + first_row * Tile::row_bytes + offset};
 }
 
-// Right operands whose columns are summed over: (rows 0-7, columns 0-7), (0-7, 8-15), (8-15, 0-7),
-// (8-15, 8-15).
+// Right operands of a matrix that is summed over its columns. The four matrices are (rows 0-7,
+// columns 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
 template <typename Tile>
 CUFLASH_DEVICE ColumnsReader<Tile> read_columns(const Tile& tile) {
   const int lane = ptx::thread_index() % 32;
@@ -144,8 +145,7 @@ CUFLASH_DEVICE ColumnsReader<Tile> read_columns(const Tile& tile) {
   return {{ptx::shared_address(tile.data) + offset}};
 }
 
-// Right operands whose rows are summed over, of the columns from first_column on, where a panel
-// begins.
+// Right operands of a matrix that is summed over its rows. A panel begins at first_column.
 template <typename Tile>
 CUFLASH_DEVICE SumReader<Tile> read_sums(const Tile& tile, int first_column = 0) {
   const int lane = ptx::thread_index() % 32;

@@ -1,12 +1,12 @@
-// Where the rows of keys and of values lie: in order, or in pages that a table puts in order.
+// Where the rows of keys and of values are: in order, or in pages that a page table puts in order.
 #pragma once
 
 #include "tile/load.cuh"
 
 namespace cuflash {
 
-// Where a key lies, in elements from the first page; `numbers` are the pages of its entry, in
-// order. A number that is no page's is clamped to the first or the last: no foreign memory is read.
+// The offset of a key's row from the first page, in elements. `numbers` is the entry's row of the
+// page table. Invalid page numbers become the first or the last page: no other memory is read.
 CUFLASH_DEVICE int64_t place_in_pages(const ForwardParams& params, const int32_t* numbers, int key,
                                       int64_t page_stride, int64_t row_stride) {
   const int column = key / params.page_size;
@@ -19,7 +19,7 @@ CUFLASH_DEVICE const int32_t* table_of(const ForwardParams& params, const BatchI
   return params.page_table + entry * params.page_table_layout.batch;
 }
 
-// Rows of one entry, one by one.
+// The rows of k or v of one batch entry, looked up one by one.
 template <bool paged>
 struct KeySource : RowSource {
   CUFLASH_DEVICE KeySource(const ForwardParams&, const RowSource& rows, const BatchIndex&, int64_t)
@@ -43,15 +43,15 @@ struct KeySource<true> : RowSource {
   }
 };
 
-// Where the rows of a block of keys lie, for all threads: of the block that is multiplied and of
-// the next (D154). CUDA cores read rows where they lie, and some warps are still at the block
-// before.
+// The places (offsets) of the rows of a block of keys, in shared memory for all threads. There are
+// buffers for the block that is multiplied and for the next one (D154). CUDA cores need a third:
+// they read rows directly from global memory, and some warps may still be at the block before.
 constexpr int place_buffers = Config::simt ? 3 : 2;
 CUFLASH_DEVICE int next_places(int buffer) { return buffer + 1 == place_buffers ? 0 : buffer + 1; }
 
 template <bool paged>
 struct BlockPlaces {
-  // Of keys in order there is nothing to look up.
+  // Keys in order need no look-up.
   CUFLASH_DEVICE void begin(const ForwardParams&, const BatchIndex&) {}
   CUFLASH_DEVICE void look_up(int, const ForwardParams&, int, Range) {}
   CUFLASH_DEVICE const RowSource& of_k(const RowSource& rows, int) const { return rows; }
@@ -60,15 +60,15 @@ struct BlockPlaces {
 template <>
 struct alignas(128) BlockPlaces<true> {
   int64_t k_places[place_buffers][Config::block_n], v_places[place_buffers][Config::block_n];
-  const int32_t* numbers;  // of the pages of the entry
+  const int32_t* numbers;  // the entry's row of the page table
 
   CUFLASH_DEVICE void begin(const ForwardParams& params, const BatchIndex& entry) {
     if (ptx::thread_index() == 0) numbers = table_of(params, entry);
-    __syncthreads();  // the table is known
+    __syncthreads();  // numbers is written
   }
 
-  // By all threads, of the keys from `first_key` on; to be read after a barrier. Keys outside
-  // `valid` are never read: their page may be beyond the table.
+  // Looks up the keys from `first_key` on. All threads call it, and read the places after a
+  // barrier. Keys outside `valid` are not looked up: their page may be beyond the table.
   CUFLASH_DEVICE void look_up(int buffer, const ForwardParams& params, int first_key, Range valid) {
     for (int i = ptx::thread_index(); i < Config::block_n; i += Config::num_threads) {
       const int key = first_key + i;

@@ -1,8 +1,8 @@
 // Matrices in shared memory: where an element lies.
 //
-// A tile is split into panels, whose rows are contiguous and take 128 bytes (or 64, or 32). The
-// 16-byte chunk c of row r lies at chunk c ^ swizzle(r), so that the eight rows of one 8x8 matrix
-// of 16-bit elements fall into eight different groups of four banks. For 128-byte rows:
+// A tile is split into panels. A row of a panel is contiguous and takes 128 bytes (or 64, or 32).
+// The 16-byte chunk c of row r lies at chunk c ^ swizzle(r), so that the eight rows of one 8x8
+// matrix of 16-bit elements fall into eight different groups of four banks. For 128-byte rows:
 //
 //            chunk 0  1  2  3  4  5  6  7
 //      row 0       0  1  2  3  4  5  6  7
@@ -33,8 +33,9 @@ struct SmemTile {
 
   alignas(128) Element data[rows * columns];
 
-  // Of 8-byte elements, four chunks of two neighbouring rows are read at once, or two of every
-  // other row: bit 2 tells neighbours apart, bits 1 and 2 the others.
+  // One access to 8-byte elements reads four chunks from each of two neighbouring rows, or two
+  // chunks from each of four rows, every other one. Bit 2 separates neighbouring rows, bits 1 and 2
+  // separate every other row.
   CUFLASH_DEVICE static constexpr int swizzle(int row) {
     if (element_bytes == 8) return ((row ^ row >> 2) & 1) << 2 | (row & 2);
     return row_bytes == 128 ? row & 7 : (row_bytes == 64 ? (row >> 1) & 3 : (row >> 2) & 1);
@@ -45,7 +46,7 @@ struct SmemTile {
     return row * row_bytes + ((chunk ^ swizzle(row)) << 4);
   }
 
-  // A row lies in one piece in every panel; its 32 lanes clear it together.
+  // Clears a row, by the 32 lanes of a warp. The row is contiguous in each panel.
   CUFLASH_DEVICE void clear_row(int row, int lane) {
 #pragma unroll
     for (int panel = 0; panel < num_panels; ++panel) {

@@ -5,8 +5,8 @@
 
 namespace cuflash {
 
-// Once split, high parts lie where the elements lay, and low ones in the same places of a second
-// tile behind it.
+// After the split, high parts are where the elements were, and low parts are at the same places of
+// a second tile behind it.
 template <int rows, int columns>
 struct Tf32PairTile : SmemTile<rows, columns> {
   SmemTile<rows, columns> low;
@@ -20,12 +20,12 @@ struct Tf32PairTile : SmemTile<rows, columns> {
 template <int rows, int columns>
 constexpr int low_distance<Tf32PairTile<rows, columns>> = sizeof(SmemTile<rows, columns>);
 
-// Where nothing is split, or every warp splits what it reads.
+// Does nothing: the operand is not split, or every warp splits what it reads.
 template <typename Tile>
 CUFLASH_DEVICE void split(Tile&) {}
 
-// By all threads: each splits what it copied itself (load_tile), once its own copies are there.
-// Others see the parts after a barrier. (D36)
+// Called by all threads. Each thread splits the elements that it copied itself (load_tile), once
+// its own copies are complete. Other threads see the parts after a barrier. (D36)
 template <int rows, int columns>
 CUFLASH_DEVICE void split(Tf32PairTile<rows, columns>& tile) {
   using Tile = Tf32PairTile<rows, columns>;

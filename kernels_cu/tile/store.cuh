@@ -1,4 +1,4 @@
-// Accumulators to global memory, in the caller's dtype and strides.
+// Stores accumulators to global memory, in the caller's dtype and strides.
 #pragma once
 
 #include "ptx/once.cuh"
@@ -7,9 +7,8 @@
 
 namespace cuflash {
 
-// One result of one batch entry, from `first_row` of its matrix on: rows at any stride, of which
-// this thread block, or its warp, has the columns from `first_column` on. Tiles are `width`
-// columns wide.
+// One result of one batch entry: its matrix from `first_row` on, with any strides. This thread
+// block, or this warp, has the columns from `first_column` on. `width` is the padded width.
 struct RowTarget {
   using Value = Storage<Config::out_dtype>;
   static constexpr Dtype halves = sizeof(Value) == 2 ? Config::out_dtype : Dtype::bfloat16;
@@ -44,13 +43,14 @@ struct RowTarget {
     }
   }
 
-  // Can eight columns of every row be written at once?
+  // Can eight neighbouring columns of every row be written at once?
   CUFLASH_DEVICE bool takes_chunks() const {
     return column_stride == 1 && row_stride % 8 == 0 && num_columns % 8 == 0 &&
            reinterpret_cast<uint64_t>(data) % 16 == 0;
   }
 
-  // Own columns `column` and column + 1 of a row; one store where the two are neighbours in memory.
+  // Stores `column` and column + 1 of a row, counted from first_column: by one store if the two are
+  // neighbours in memory.
   CUFLASH_DEVICE void store_pair(int row, int column, Real first, Real second) const {
     if (column >= num_columns) return;
     Value* to = data + row * row_stride + column * column_stride;
@@ -68,7 +68,7 @@ struct RowTarget {
   }
 };
 
-// Stores 16 rows of a warp, of which `num_rows` exist.
+// Stores 16 rows of a warp, times `factor`. `num_rows` of them exist.
 template <int tiles>
 CUFLASH_DEVICE void store_slice(const RowTarget& target, int first_row, int num_rows, Real factor,
                                 const Real (&acc)[tiles][4]) {
@@ -85,7 +85,7 @@ CUFLASH_DEVICE void store_slice(const RowTarget& target, int first_row, int num_
   }
 }
 
-// x[i] of lane j of a quad and x[j] of lane i change places.
+// Exchanges x[i] of lane j of a quad with x[j] of lane i.
 CUFLASH_DEVICE void transpose_quad(uint32_t (&x)[4]) {
   const bool odd = lane_index() & 1, high = lane_index() & 2;
   uint32_t a = __shfl_xor_sync(0xffffffff, odd ? x[0] : x[1], 1);
@@ -98,15 +98,15 @@ CUFLASH_DEVICE void transpose_quad(uint32_t (&x)[4]) {
   (high ? x[1] : x[3]) = b;
 }
 
-// The same, of 16 bits by 16 bytes where the addresses allow it: the four lanes of a quad trade
-// places, so that each stores eight neighbouring columns.
+// The same. If the addresses allow it, 16-bit results are stored by 16 bytes: the four lanes of a
+// quad exchange registers, so that each lane stores eight neighbouring columns.
 template <int tiles>
 CUFLASH_DEVICE void store_slice_wide(const RowTarget& target, int first_row, int num_rows,
                                      float factor, const float (&acc)[tiles][4]) {
   static_assert(tiles % 4 == 0, "a quad holds 8 columns of each");
   if constexpr (sizeof(RowTarget::Value) == 2) {
     if (target.takes_chunks()) {
-      const int lane = ptx::thread_index() % 32;  // read again: no register holds rows before (D85)
+      const int lane = ptx::thread_index() % 32;  // read here: no register holds it before (D85)
       const int row = fragment_row(0, 0, lane), quad_lane = lane % 4;
       RowTarget::Value* to = target.data + (first_row + row) * target.row_stride + 8 * quad_lane;
 #pragma unroll

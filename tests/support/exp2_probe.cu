@@ -1,10 +1,10 @@
-// 2^x in float64, with the table in memory and with the table in a warp's registers, and with the
-// latter 2^(x factor - reference).
+// Evaluates 2^x in float64 with the table in memory and in a warp's registers, and 2^(x * factor -
+// reference) with the table in registers.
 #include "score/exp64.cuh"
 
 namespace cuflash {
 
-// Arrays (count); a block is a number of whole warps.
+// Arrays have `count` elements, and a thread block has whole warps.
 struct Exp2Probe {
   const double* x;
   double* by_memory;

@@ -1,4 +1,4 @@
-// The forward of a problem without keys: zeros, and minus infinity.
+// The forward of a problem without keys: out is zero, lse is minus infinity.
 #include "config.cuh"
 #include "params.cuh"
 

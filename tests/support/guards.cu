@@ -1,4 +1,5 @@
-// Does every guard hold its pattern? For `guards.py`: a block of threads a guard, a thread a byte.
+// Does every guard hold its pattern? For `guards.py`, with one thread block per guard and one
+// thread per byte.
 
 extern "C" __global__ void compare(const unsigned char* const* guards, unsigned char pattern,
                                    unsigned char* damaged) {

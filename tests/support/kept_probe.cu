@@ -1,5 +1,5 @@
-// Which weights of a warp's accumulator are kept, as its operand asks for them: 16 rows, 128
-// columns. For a host compiler, lane by lane.
+// Which weights of a warp's accumulator (16 rows, 128 columns) are kept, by the masks for its
+// operand. Compiled for the host, where lanes run one after the other.
 #include "score/dropout.cuh"
 
 extern "C" void probe(const cuflash::ScoreParams* params, int first_row, int first_key,
@@ -14,7 +14,7 @@ extern "C" void probe(const cuflash::ScoreParams* params, int first_row, int fir
       for (int i = 0; i < 4; ++i) {
         const uint32_t mask = pairs.applied(0xffffffff, 0, t, i / 2) >> (16 * (i % 2)) & 0xffff;
         kept[fragment_row(0, i, lane)][fragment_column(t, i, lane)] = mask == 0xffff;
-        if (mask != 0 && mask != 0xffff) std::abort();  // half of a weight
+        if (mask != 0 && mask != 0xffff) std::abort();  // some bits of a weight only
       }
     }
   }

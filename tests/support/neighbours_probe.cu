@@ -1,5 +1,5 @@
-// A kernel as CuPy makes them: each thread gets the places of its first elements. Python puts in
-// these, and what a thread does.
+// A kernel like those that CuPy generates: each thread gets pointers to its elements. Python
+// replaces the words in capitals.
 struct bfloat16 {
   unsigned short bits;
   bfloat16() = default;

@@ -1,12 +1,12 @@
-// Scores, their slopes, and what dropout keeps, pair by pair as the kernels' exact paths ask for
-// them; and exponents, as full blocks form them.
+// Scores, their derivatives and what dropout keeps, pair by pair as in the exact paths of kernels,
+// and exponents as full blocks form them.
 #include "config.cuh"
 #include "score/dropout.cuh"
 #include "score/exponents.cuh"
 
 namespace cuflash {
 
-// Arrays (entries, m, n), and the sinks (entries).
+// Arrays of shape (entries, m, n); sinks has shape (entries).
 struct Probed {
   const float* products;
   float* scores;

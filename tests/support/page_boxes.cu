@@ -1,4 +1,4 @@
-// Which boxes sm90/load_pages.cuh asks the copy engine for, lane by lane, on the host.
+// Records which boxes sm90/load_pages.cuh loads by TMA, lane by lane, on the host.
 #include "sm90/load_pages.cuh"
 
 namespace cuflash {
@@ -11,7 +11,7 @@ struct KeyBlock {
 
 }  // namespace cuflash
 
-// Of each box: where in the tile it goes, in bytes; column, row and batch coordinates.
+// Six numbers for each box: its offset in the tile in bytes, column, row and three batch indices.
 extern "C" int boxes(const cuflash::ForwardParams* params, int flat, int first_key, int* found) {
   using namespace cuflash;
   static KeyBlock tile;

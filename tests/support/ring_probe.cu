@@ -1,5 +1,5 @@
-// A ring of tiles of Hopper's float32 kernels without its tiles: a warpgroup fills it, one
-// multiplies, one skips every block. With host_barriers.h alone, which has `host`.
+// The barriers of a ring of tiles in Hopper's float32 kernels, without the tiles. One warpgroup
+// fills the ring, one multiplies, one skips every block. `host` is that of host_barriers.h.
 #include "sm90_tf32/roles.cuh"
 
 namespace cuflash {
@@ -7,7 +7,7 @@ namespace cuflash {
 struct RingParams {
   int blocks;
   int late_warp, late_by;  // see host_barriers.h
-  bool is_stuck;           // becomes whether a thread waited for ever
+  bool is_stuck;           // set if a thread waited for ever
 };
 
 }  // namespace cuflash
@@ -19,13 +19,13 @@ extern "C" __global__ void cuflash_ring(const cuflash::RingParams& params) {
     host::late_warp = params.late_warp, host::late_by = params.late_by, host::stuck = false;
     barriers.init();
   }
-  __syncthreads();  // the barriers are there
+  __syncthreads();  // the mbarriers are initialised
   Ring<Config::num_stages> ring;
   for (int block = 0; block < params.blocks; ++block, ring.advance()) {
     if (warp_index() < 4) {
       barriers.fill(ring, [] {});
     } else if (warp_index() < 8) {
-      barriers.read(ring, [] { ptx::named_barrier_sync(1, 128); });  // a product joins its warps
+      barriers.read(ring, [] { ptx::named_barrier_sync(1, 128); });  // a product syncs its warps
     } else {
       barriers.skip(ring);
     }

@@ -1,5 +1,5 @@
-// Compares score/score.cuh with the definition of visibility, pair by pair, for many problems,
-// without running attention: a kernel for a GPU compiler, a function for a host compiler.
+// Compares score/score.cuh with the definition of visibility, pair by pair, for many problems and
+// without attention. It is a kernel for a GPU compiler and a function for a host compiler.
 #include "score/score.cuh"
 
 namespace cuflash {
@@ -10,7 +10,7 @@ __device__ int64_t probed_integer(const void* array, const BatchStrides& strides
   return static_cast<const int64_t*>(array)[probed_entry * strides.axis[0]];
 }
 
-// The definition, in numbers that cannot overflow.
+// The definition of visibility, in 64-bit numbers, which cannot overflow.
 struct Definition {
   int64_t q_length, kv_length, offset, lowest, highest;
 
@@ -40,9 +40,9 @@ struct Definition {
   }
 };
 
-// Blocks must hold whatever is visible, begin and end with something visible, and be full where
-// they say so. `seen` is true for a pair (tile index, streamed index); tile indices from `existing`
-// on are discarded later and need not see anything.
+// Counts errors: blocks must hold all visible pairs, begin and end with visible pairs, and be full
+// where they say so. `seen` is true for a visible pair (tile index, streamed index). Tile indices
+// from `existing` on are discarded later and need not see anything.
 template <typename Seen>
 __device__ int check_blocks(const BlockRanges& blocks, const Range& range, int tile_begin,
                             int tile_end, int existing, int streamed, int block, const Seen& seen) {
@@ -68,7 +68,7 @@ __device__ int check_blocks(const BlockRanges& blocks, const Range& range, int t
   return wrong;
 }
 
-// Bits of a row say which columns lie within a range; one `begin` for each problem is enough.
+// Counts errors in the bits of columns within a range. One `begin` for each problem is enough.
 __device__ int check_columns(int begin) {
   int wrong = 0;
   for (int end = -3; end < 140; ++end) {

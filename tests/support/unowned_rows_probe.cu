@@ -1,4 +1,4 @@
-// What a warp of Hopper's forward does about rows of no packed sequence, by itself.
+// Calls clear_unowned_rows of Hopper's forward, alone, for rows of no packed sequence.
 #include "sm90/unowned_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(32)
