@@ -87,7 +87,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
 #pragma unroll 1
   for (int next; m_block < blocks.end; m_block = next) {
     const int first_row = m_block * Config::block_m;
-    const bool one_segment = visited.of_one_segment(m_block);
+    const bool one_segment = visited.has_tile_segment(m_block);
     next = visited.next_after(m_block);
     ptx::cp_async_wait<0>();
     __syncthreads();  // dout has arrived, and every warp has read the previous q

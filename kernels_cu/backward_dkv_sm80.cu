@@ -95,7 +95,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
 #pragma unroll 1
   for (int next; m_block < blocks.end; m_block = next) {
     const int first_row = m_block * Config::block_m;
-    const bool one_segment = visited.of_one_segment(m_block);
+    const bool one_segment = visited.has_tile_segment(m_block);
     next = visited.next_after(m_block);
     QTile& q_tile = smem.q_of(stage);
     DoutTile& dout_tile = smem.dout_of(stage);

@@ -144,7 +144,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, Shared& smem, int w
       });
     }
     smem.rows_ring.wait_full(ring);
-    if (warp_agrees(tile.blocks.masked(block) || !visited.of_one_segment(block))) {
+    if (warp_agrees(tile.blocks.masked(block) || !visited.has_tile_segment(block))) {
       compute_p_ds<true>(s_acc, dp_acc, smem.rows[stage], tile.score, first_row, first_key);
     } else {
       compute_p_ds<false>(s_acc, dp_acc, smem.rows[stage], tile.score, first_row, first_key);

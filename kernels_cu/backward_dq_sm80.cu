@@ -76,7 +76,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
 #pragma unroll 1
   for (int next; n_block < blocks.end; n_block = next) {
     const int first_key = n_block * Config::block_n;
-    const bool one_segment = visited.of_one_segment(n_block);
+    const bool one_segment = visited.has_tile_segment(n_block);
     next = visited.next_after(n_block);
     ptx::cp_async_wait<0>();
     split(smem.v[stage]);

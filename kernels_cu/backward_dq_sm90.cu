@@ -16,7 +16,6 @@
 //   full         1 + bytes          k and v of a block have arrived
 //   raw          1 + bytes          k and v have arrived, and some of their rows must be cleared
 //   empty        consumers          every warpgroup has used the block: load the next
-//   never        -                  no thread arrives or waits
 #include "schedule/pipeline.cuh"
 #include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
@@ -40,7 +39,7 @@ struct SharedMemory {
   KTile k[Config::num_stages];
   VTile v[Config::num_stages];
   uint64_t full[Config::num_stages], empty[Config::num_stages];
-  uint64_t rows_full, raw, never;
+  uint64_t rows_full, raw;
 };
 
 // Called by one thread, before any other thread uses an mbarrier.
@@ -51,7 +50,6 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   }
   init(smem.rows_full, 1);
   init(smem.raw, 1);
-  init(smem.never, 1);
   ptx::fence_mbarrier_init();
 }
 

@@ -103,7 +103,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
           SharedOperand<SharedMemory::VTile>(smem.v[stage]));
     });
     drop_gradients(dp_acc, tile.score, first_row, first_key);
-    if (warp_agrees(tile.blocks.masked(block) || !visited.of_one_segment(block))) {
+    if (warp_agrees(tile.blocks.masked(block) || !visited.has_tile_segment(block))) {
       compute_ds<true>(s_acc, dp_acc, statistics, tile.score, first_row, first_key);
     } else {
       compute_ds<false>(s_acc, dp_acc, statistics, tile.score, first_row, first_key);

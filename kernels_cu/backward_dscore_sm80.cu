@@ -36,7 +36,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
   }
 #pragma unroll 1
   for (int block = visited.first_from(begin); block < end; block = visited.next_after(block)) {
-    const bool masked = blocks.masked(block) || !visited.of_one_segment(block);
+    const bool masked = blocks.masked(block) || !visited.has_tile_segment(block);
     add_block(params, smem, entry, score, streams_queries ? block * Config::block_m : first_row,
               streams_queries ? first_key : block * Config::block_n, masked, acc, any_far);
   }

@@ -139,7 +139,7 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem, int 
       multiply_queries(s_acc, smem.q, SharedOperand<SharedMemory::KTile>(smem.k[stage]), warp);
     });
 
-    if (warp_agrees(tile.blocks.masked(block) || !visited.of_one_segment(block))) {
+    if (warp_agrees(tile.blocks.masked(block) || !visited.has_tile_segment(block))) {
       apply_score<true>(s_acc, tile.score, first_row, first_key);
     } else {
       apply_score<false>(s_acc, tile.score, first_row, first_key);

@@ -5,13 +5,6 @@
 
 namespace cuflash::ptx {
 
-// Returns x. The empty asm statement makes the compiler compute x even where it is not used, so
-// that no branch skips the work.
-CUFLASH_DEVICE float computed(float x) {
-  asm volatile("" : "+f"(x));
-  return x;
-}
-
 // 2^x, relative error 2^-22, one MUFU instruction; subnormal results are zero.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
 CUFLASH_DEVICE float exp2_approx(float x) {

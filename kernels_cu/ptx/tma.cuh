@@ -50,16 +50,6 @@ CUFLASH_DEVICE void tma_store(const TensorMap& map, uint32_t smem, int column, i
       : "memory");
 }
 
-// Loads contiguous bytes, which `barrier` must expect. Size and addresses are multiples of 16.
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
-CUFLASH_DEVICE void bulk_load(uint32_t smem, const void* from, int bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(smem),
-      "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
 // Stores contiguous bytes. Size and addresses are multiples of 16. The source may change after
 // tma_store_wait_read.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk

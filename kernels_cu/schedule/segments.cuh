@@ -56,13 +56,13 @@ struct VisitedBlocks {
   }
 
   // Do the tile and `block`, which the previous call returned, hold the same single id?
-  CUFLASH_DEVICE bool of_one_segment(int block) const {
+  CUFLASH_DEVICE bool has_tile_segment(int block) const {
     return !segmented || (bits >> (chunk + block % chunk) & 1);
   }
 
   // Does the block need a mask: can some of its pairs be hidden?
   CUFLASH_DEVICE bool masked(int block) const {
-    return ranges.masked(block) || !of_one_segment(block);
+    return ranges.masked(block) || !has_tile_segment(block);
   }
 
  private:

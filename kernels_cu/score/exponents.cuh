@@ -5,9 +5,10 @@
 //   log2 exp(logit - reference) = product * scale_log2 - slope_log2 * |q + offset - k| - shift
 //
 // With slopes this is linear in k on each side of q + offset, and a block lies on one side
-// (Score::bends). The product already includes the slope's step from key to key (sm90/slopes.cuh).
-// With a softcap a logit is softcap * tanh x. Near 0 tanh x is an odd polynomial of the product,
-// elsewhere an exponential and a quotient. The product alone decides which of the two.
+// (Score::crosses_diagonal). The product already includes the slope's step from key to key
+// (sm90/slopes.cuh). With a softcap a logit is softcap * tanh x. Near 0 tanh x is an odd polynomial
+// of the product, elsewhere an exponential and a quotient. The product alone decides which of the
+// two.
 #pragma once
 
 #include "score/score.cuh"

@@ -242,18 +242,19 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
   }
 
   // Do these keys lie on both sides of the diagonal from which slopes count distances?
-  CUFLASH_DEVICE bool bends(Range rows, Range keys) const {
+  CUFLASH_DEVICE bool crosses_diagonal(Range rows, Range keys) const {
     if constexpr (Config::alibi_slopes == Dtype::none) return false;
     return keys.end > near_offset + rows.begin + 1 && keys.begin < near_offset + rows.end;
   }
 
-  // Does the slope make weights of these keys more than 2^64 times the weights of the keys behind
-  // them, which were visited before? Or is it too large for tensor cores to add to products,
-  // because they round the sums? All these keys lie on one side of the diagonal.
+  // Does the slope make weights of these keys more than 2^64 times the weights of the keys that
+  // were visited just before? Or is it too large for tensor cores to add to products, because they
+  // round the sums? All these keys lie on one side of the diagonal.
   CUFLASH_DEVICE bool is_steep(Range rows, Range keys) const {
     if constexpr (Config::alibi_slopes == Dtype::none) return false;
     const Real step = slope * static_cast<Real>(keys.end - keys.begin) * log2_e;
-    if ((keys.begin > near_offset + rows.begin ? step : -step) > 64) return true;
+    const bool nears = !goes_outwards && keys.begin > near_offset + rows.begin;
+    if ((nears ? step : -step) > 64) return true;
     return multiplies_slopes && !(fabs(step) <= 512 && fabs(step) <= 0x1p13f * fabs(scale_log2()));
   }
 

@@ -90,7 +90,12 @@ struct ScoreTraits {
                                             Config::cu_seqlens == Dtype::none &&
                                             Config::head_dim <= 128;
 
-  // Is it so because of a softcap alone? Then the largest product has the largest logit.
+  // Then, does a tile visit keys from the diagonal to both ends? (sm90/outward_blocks.cuh)
+  static constexpr bool goes_outwards =
+      multiplies_slopes && !Config::window_left && !Config::window_right;
+
+  // Does a softcap alone make exponents of products? Then the largest product has the largest
+  // logit.
   static constexpr bool is_capped_product = exponent_of_product && is_capped;
 
   // Is a logit plain, and do registers keep nothing of a row or an entry but a causal bound?

@@ -1,9 +1,9 @@
 // A consumer warpgroup, which computes 64 rows of out: from scores to the sum over their keys.
 #pragma once
 
-#include "schedule/segments.cuh"
 #include "sm90/consumer_schedule.cuh"
 #include "sm90/finished_rows.cuh"
+#include "sm90/outward_blocks.cuh"
 #include "sm90/raw_scores.cuh"
 #include "sm90/weights.cuh"
 
@@ -32,6 +32,8 @@ struct Consumer {
       const ConsumerRows rows(score, work, warpgroup);
       if constexpr (Score::has_segments) {
         attend_segments(score, rows, work);
+      } else if constexpr (Score::goes_outwards) {
+        attend_outwards(score, rows, work);
       } else {
         attend(score, rows, work.entry);
       }
@@ -80,8 +82,9 @@ struct Consumer {
         const int first_key = block * Config::block_n;
         const Range own_rows{rows.first_row, rows.first_row + 64};
         const Range keys{first_key, first_key + Config::block_n};
-        const bool bends = score.bends(own_rows, keys) || score.is_steep(own_rows, keys);
-        if (keeps_reference && !(may_bend && warp_agrees(bends))) {
+        const bool crosses_diagonal =
+            score.crosses_diagonal(own_rows, keys) || score.is_steep(own_rows, keys);
+        if (keeps_reference && !(may_bend && warp_agrees(crosses_diagonal))) {
           next_full_block(score, rows, entry, block, block == own.begin);
         } else if constexpr (!keeps_reference || may_bend) {
           next_block<Edge::none>(score, rows, block, block == own.begin);
@@ -130,6 +133,43 @@ struct Consumer {
         next_block<Edge::both>(score, rows, block, next < blocks.begin);
       } else {
         next_block<Edge::none>(score, rows, block, next < blocks.begin);
+      }
+    }
+    last_product<Keys::all>();
+  }
+
+  // The same under slopes without bounds, where these rows see all blocks of the tile, or none.
+  CUFLASH_DEVICE void attend_outwards(const Score& score, const ConsumerRows& rows,
+                                      const Work& work) {
+    const BlockRanges& blocks = rows.tile;
+    const Range own_rows{rows.first_row, rows.first_row + 64};
+    const OutwardBlocks visited(score, blocks, {work.first_row, work.first_row + Config::block_m});
+    write_slopes(score);
+    softmax = SplitSoftmax();
+    clear(o_acc);
+    wait(smem.q_full[q_ring.stage()], q_ring.full_parity());
+    int block = visited.start;
+    if (rows.own.begin >= rows.own.end) {
+      release_unread_q();
+#pragma unroll 1
+      for (; block >= blocks.begin; block = visited.next_before(block)) skip_block();
+      return;
+    }
+    int next = visited.next_before(block);
+    first_block<Keys::all>(score, rows, block, blocks.masked(block), next < blocks.begin);
+#pragma unroll 1
+    while (warp_agrees(next >= blocks.begin)) {
+      block = next;
+      next = visited.next_before(block);
+      const bool is_last = next < blocks.begin;
+      const Range keys{block * Config::block_n, (block + 1) * Config::block_n};
+      if (warp_agrees(blocks.masked(block))) {
+        next_block<Edge::last>(score, rows, block, is_last);
+      } else if (warp_agrees(score.crosses_diagonal(own_rows, keys) ||
+                             score.is_steep(own_rows, keys))) {
+        next_block<Edge::none>(score, rows, block, is_last);
+      } else {
+        next_full_block(score, rows, work.entry, block, is_last);
       }
     }
     last_product<Keys::all>();
@@ -202,7 +242,7 @@ struct Consumer {
     if constexpr (looks_up) softmax.rescale_rows(o_acc);
     if (warp_agrees(softmax.outgrown())) {
       bool lost[2];
-      softmax.follow_weights(s_acc, score, lost);
+      softmax.raise_to_weights(s_acc, score, lost);
       softmax.rescale_rows(o_acc);
       if (warp_agrees(lost[0] || lost[1])) {
         const int warp_row = rows.first_row + 16 * (ptx::thread_index() / 32 % 4);

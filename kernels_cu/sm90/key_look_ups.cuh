@@ -58,7 +58,7 @@ struct KeyLookUpLoader {
         const Score score(params.score, work.entry(params, index));
         const BlockRanges blocks = work.own(score.q_blocks(keys.begin, keys.end), params);
         LastRowsFirst walk(score, blocks, keys);
-        const auto* from = looked_up(score) + Copy::own_row() * looked_up_row(params.score) +
+        const auto* from = looked_up(score) + Copy::own_row() * look_up_row_stride(params.score) +
                            (keys.begin + Copy::own_key());
         const int num_keys = score.seqlen.k - (keys.begin + Copy::own_key());
 #pragma unroll 1
@@ -73,7 +73,7 @@ struct KeyLookUpLoader {
   template <typename Value>
   CUFLASH_DEVICE void copy_block(KeyLookUps& look_ups, const Value* from, int first_row,
                                  int num_rows, int num_keys) {
-    const int64_t row_stride = looked_up_row(params.score);
+    const int64_t row_stride = look_up_row_stride(params.score);
     const int end = first_row + Config::block_m;
 #pragma unroll 1
     for (; first_row < end; first_row += KeyLookUps::rows, ring.advance()) {

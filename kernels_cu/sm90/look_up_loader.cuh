@@ -28,7 +28,7 @@ struct LookUpLoader {
   CUFLASH_DEVICE void copy_rows(Memory& smem, const Score& score, const ConsumerRows& rows) {
     using Copy = LookUpCopy<64>;
     const int first_row = rows.first_row + Copy::own_row();
-    const int64_t row_stride = looked_up_row(score.params);
+    const int64_t row_stride = look_up_row_stride(score.params);
     const auto* first = looked_up(score) + first_row * row_stride + Copy::own_key();
 #pragma unroll 1
     for (int block = rows.own.end - 1; block >= rows.own.begin; --block, ring.advance()) {

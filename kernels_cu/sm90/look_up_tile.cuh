@@ -38,7 +38,7 @@ CUFLASH_DEVICE auto looked_up(const Score& score) {
     return score.first_bias();
   }
 }
-CUFLASH_DEVICE int64_t looked_up_row(const ScoreParams& params) {
+CUFLASH_DEVICE int64_t look_up_row_stride(const ScoreParams& params) {
   return loads_mask ? params.mask_layout.row : params.bias_layout.row;
 }
 

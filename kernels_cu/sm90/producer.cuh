@@ -2,9 +2,9 @@
 #pragma once
 
 #include "ptx/sync.cuh"
-#include "schedule/segments.cuh"
 #include "sm90/load.cuh"
 #include "sm90/load_pages.cuh"
+#include "sm90/outward_blocks.cuh"
 #include "sm90/shared_memory.cuh"
 
 namespace cuflash {
@@ -36,7 +36,7 @@ struct Producer {
       const Score score(params.score, work.entry, KeyPart::of_this_block(params).keys);
       const Range rows{work.first_row, work.first_row + Config::block_m};
       const BlockRanges blocks = score.kv_blocks(rows.begin, rows.end);
-      VisitedBlocks<Walk::keys> visited(score, blocks, rows);
+      KeyWalk visited(score, blocks, rows);
       const Range seen = score.kv_range(0, score.seqlen.rows_q);  // seen by any row of this entry
       const BatchIndex entry = work.entry;
       const int first_k = score.seqlen.first_k;
@@ -149,7 +149,7 @@ struct Producer {
     const int exist = params.score.seqlen_k - first_k - first_key;
     const int loaded = Config::paged ? Config::block_n : min(Config::block_n, exist);
     const bool clears = kept.begin > 0 || kept.end < loaded;
-    auto& to = landing_of_v(smem);
+    auto& to = v_buffers(smem);
     wait(to.v_empty[stage], v_ring.empty_parity());
     uint64_t& full = clears ? smem.v_raw : to.v_full[stage];
     if constexpr (Config::paged) {

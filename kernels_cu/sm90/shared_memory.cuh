@@ -97,7 +97,7 @@ struct SharedMemory {
 
 // The struct with the buffers to which TMA writes v.
 template <typename Memory>
-CUFLASH_DEVICE auto& landing_of_v(Memory& smem) {
+CUFLASH_DEVICE auto& v_buffers(Memory& smem) {
   if constexpr (is_fp8) {
     return smem.rows;
   } else {
@@ -118,8 +118,8 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
     init(smem.v_full[i], is_fp8 ? transposers : reader_arrivals);
     init(smem.v_empty[i], consumers);
     if constexpr (is_fp8) {
-      init(landing_of_v(smem).v_full[i], reader_arrivals);
-      init(landing_of_v(smem).v_empty[i], transposers);
+      init(v_buffers(smem).v_full[i], reader_arrivals);
+      init(v_buffers(smem).v_empty[i], transposers);
     }
   }
   for (int i = 0; i < 2; ++i) {

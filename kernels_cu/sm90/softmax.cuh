@@ -22,7 +22,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   // Begins a block with the same reference.
   CUFLASH_DEVICE void keep_reference() { block_sum[0] = block_sum[1] = 0.0f; }
 
-  // May follow_weights have to raise a reference of these rows, or has a row no reference yet?
+  // May raise_to_weights have to raise a reference of these rows, or has a row no reference yet?
   CUFLASH_DEVICE bool outgrown() const {
     const float largest = fmaxf(block_sum[0], block_sum[1]);
     return !(largest <= most_sum) ||
@@ -54,8 +54,8 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   // The largest weight of e4m3 becomes a power of two, which is exact: 2^8 if it is nearly all of
   // its lane's sum, and less if other weights contribute, so that the next sums have room.
   template <int tiles>
-  CUFLASH_DEVICE void follow_weights(float (&s_acc)[1][tiles][4], const Score& score,
-                                     bool (&lost)[2]) {
+  CUFLASH_DEVICE void raise_to_weights(float (&s_acc)[1][tiles][4], const Score& score,
+                                       bool (&lost)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float largest = quad_max(lane_maximum(s_acc[0], half, 0.0f));

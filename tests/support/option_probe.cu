@@ -30,7 +30,7 @@ __device__ void probe_entry(const ScoreParams& params, int number, const Probed&
       to.scores[at] = visible ? score.apply(to.products[at], m, n) : -infinity();
       to.slopes[at] = visible ? score.derivative(to.products[at], m, n) : 0.0f;
       if constexpr (Score::exponent_of_product) {
-        const int first = n < 3 || score.bends({m, m + 1}, {n - 3, n + 1}) ? n : n - 3;
+        const int first = n < 3 || score.crosses_diagonal({m, m + 1}, {n - 3, n + 1}) ? n : n - 3;
         const RowExponents row(score, m, first, 0.25f);
         float product = to.products[at];
         if constexpr (Score::multiplies_slopes) {  // as tensor cores add them: sm90/slopes.cuh
