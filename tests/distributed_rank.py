@@ -1,6 +1,6 @@
-"""What does one process of the tests of real processes do? test_distributed_processes starts it by
+"""What does one process of the tests of real processes do? Started by test_distributed_processes.
 
-    python distributed_rank.py CASE RANK SIZE ADDRESS
+python distributed_rank.py CASE RANK SIZE ADDRESS
 """
 
 from __future__ import annotations
