@@ -212,7 +212,7 @@ def test_by_a_compiler(dtype: Any, name: str, tmp_path: Any) -> None:
     import test_kernels_on_the_host
 
     rng = np.random.default_rng(0)
-    # So sparse a mask that some queries see nothing.
+    # The mask is so sparse that some queries see nothing.
     options = {"window": {"window": (20, 5)}, "mask": {"mask": rng.random((40, 70)) < 0.02}}[name]
     call = make_call("normal", 1, dtype, (40, 20), (70, 20), (70, 36), options=options)
     with host_device(tmp_path, 75) as device:

@@ -30,7 +30,7 @@ OF_KINDS = pytest.mark.parametrize("kind", FLOAT8, ids=str)
 
 
 class Layout(NamedTuple):
-    """How the matrices of an array (2, 40, 3, 32) lie in it."""
+    """The layout of the matrices in an array (2, 40, 3, 32)."""
 
     cut: Callable[[Any], Any]
     axes: tuple[int, int]

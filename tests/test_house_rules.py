@@ -313,7 +313,7 @@ def kernel_text_is_tidy(files: Files) -> Breaches:
 
 
 ALLOWED_IMPORTS = {"numpy", "ml_dtypes", "cuflash", "cupy", "cupy_backends", "cuda"}
-#: Imports that an extra installs, or nothing: file -> the packages that it alone may import.
+#: Packages that an extra installs, or that users install: file -> packages only it may import.
 OPTIONAL_IMPORTS = {
     PEERS: {"torch", "flash_attn"},
     "benchmarks/accuracy.py": {"matplotlib", "support"},
@@ -350,7 +350,7 @@ def few_dependencies(files: Files) -> Breaches:
 
 
 def files_answer_one_question(files: Files) -> Breaches:
-    """A file that is too long answers two questions; documentation is not counted."""
+    """A file has at most 450 lines of code; documentation is not counted."""
     for path, text in select(files, ("cuflash", "benchmarks"), (".py",)).items():
         tree = ast.parse(text)
         documentation: set[int] = set()
@@ -399,7 +399,7 @@ def scripts_of(text: str, files: Files) -> set[str]:
 
 
 def few_lines_test_scripts(files: Files) -> Breaches:
-    """All tests of scripts together stay short: a script that needs a longer test is too clever."""
+    """Tests of a script are no longer than the script, and all together have a limit of lines."""
     total = 0
     for path, text in select(files, ("tests",), (".py",)).items():
         scripts = scripts_of(text, files) if path.startswith("tests/test_") else ()

@@ -1,4 +1,4 @@
-"""Does a call survive any state of the kernel cache, and do kernels' names hold all that counts?
+"""Does a call survive any state of the kernel cache, and do kernels' names cover all inputs?
 
 Without a device the cache runs on a simulated driver and compiler. The same faults are then tried
 with real kernels, in processes of their own.

@@ -76,7 +76,7 @@ def test_the_last_block_of_rows_is_known():
 def test_whether_results_can_join_others_is_known_before(
     monkeypatch, batch_q, batch_k, first, joins
 ):
-    """Whether a kernel joins results is known before: not where Hopper cannot load an operand."""
+    """A call knows before launching whether its kernel joins results: Hopper must load operands."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
     from cuflash._launch import run
     from support.host_device import on_device

@@ -20,7 +20,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Array:
-    """What cuflash reads of an array on a GPU."""
+    """The attributes that cuflash reads from an array on a GPU."""
 
     shape: tuple[int, ...] = (2, 8, 4)
     strides: tuple[int, ...] = (64, 8, 2)
@@ -29,7 +29,7 @@ class Array:
 
 
 class OtherArray(Array):
-    """The same of an array of another library."""
+    """The same attributes of an array of another library."""
 
 
 @pytest.fixture
