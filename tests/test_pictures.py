@@ -132,7 +132,7 @@ def test_speed_has_a_panel_for_each_head_size_and_mask():
     assert len(figure.axes) == len(head_dims) * len(masks) >= 2
     drawn = sum(len(line.get_xdata()) for axes in figure.axes for line in axes.lines)
     assert drawn == len(rows)
-    assert not any(row.get("seqlens") for row in rows)  # no packed sequences, of as many tokens
+    assert not any(row.get("seqlens") for row in rows)  # no packed sequences are drawn
     with pytest.raises(ValueError, match="no row with bytes"):
         of_benchmarks.memory(result)
 
@@ -253,10 +253,7 @@ def test_wrong_arguments_are_named(found, tmp_path, monkeypatch, capsys, words, 
 
 @pytest.mark.full
 def test_committed_pictures_are_drawn_from_committed_results(tmp_path):
-    """Committed pictures are drawn again byte for byte, by the matplotlib that drew them.
-
-    tools/draw_pictures.py draws them.
-    """
+    """tools/draw_pictures.py repeats the committed bytes, where matplotlib is the same version."""
     committed = {path.name: path for path in draw_pictures.PICTURES.glob("*.svg")}
     draw_pictures.draw(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(committed)
