@@ -1,9 +1,9 @@
 """Exact, IO-aware attention on CuPy and NumPy arrays.
 
-``attention(q, k, v)`` is ``softmax(q k^T / sqrt(head_dim)) v`` without the matrix of scores, and
-``attention_vjp`` gives the gradient too. ``Options`` holds masks, windows, biases and all else that
-changes a score. ``reference`` defines every function in dense float64 NumPy. ``show_config()``
-prints versions and folders for a bug report.
+``attention(q, k, v)`` computes ``softmax(q k^T / sqrt(head_dim)) v`` without storing the matrix of
+scores, and ``attention_vjp`` computes the gradient too. ``Options`` holds masks, windows, biases
+and every other option that changes a score. ``reference`` defines each function in dense float64
+NumPy. ``show_config()`` prints versions and folders for a bug report.
 """
 
 from cuflash import reference
@@ -26,7 +26,7 @@ from cuflash._results import AttentionResult, Gradients
 for _public in (
     AttentionResult, CompileError, Gradients, KVCache, MaskMod, Options, Quantized, ScoreMod
 ):  # fmt: skip
-    _public.__module__ = __name__  # pickles and errors name it, and modules inside can move
+    _public.__module__ = __name__  # pickles and errors name cuflash: private modules can move
 
 __version__ = "0.2.0"
 
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import a package where it is first asked for: a call of attention needs none of them."""
+    """Import tuning, distributed or testing on first use: attention needs none of them."""
     if name == "tuning":
         import cuflash.tuning as tuning
 

@@ -1,4 +1,4 @@
-"""``python -m cuflash``: see ``python -m cuflash --help``."""
+"""The command ``python -m cuflash``: see ``python -m cuflash --help``."""
 
 import sys
 

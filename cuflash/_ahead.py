@@ -1,4 +1,4 @@
-"""How are kernels compiled before they are needed, on a machine that need not have a GPU?"""
+"""How are kernels compiled ahead of time, also on a machine without a GPU?"""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     backward: bool = False,
     processes: int | None = None,
 ) -> tuple[Path, ...]:
-    """Compile the kernels of problems ahead of time; needs NVRTC and no GPU.
+    """Compile the kernels of problems ahead of time, with CuPy and NVRTC but without a GPU.
 
-    Kernels depend on head sizes, dtype and on which options are present; of the lengths only the
-    number of tiles matters, and only where there are fewer tiles than SMs.
+    A kernel depends on the head sizes, the dtype and the options that are present. It depends on
+    the lengths only through the number of tiles, and only if there are fewer tiles than SMs.
 
     Parameters
     ----------
     workloads : Workload or iterable of Workload
-        The problems, see ``cuflash.tuning.Workload``; their arrays in C order.
+        The problems: see ``cuflash.tuning.Workload``. Their arrays are taken to be in C order.
     arch : str, optional
-        ``"sm_80"``, ``"sm_90a"`` ...; default: the architecture of the current device.
+        Architecture, such as ``"sm_80"`` or ``"sm_90a"``. Default: the current device's.
     folder : path, optional
-        Put the kernels there, for machines with its name in the variable ``CUFLASH_KERNELS``.
-        Default: the store of this machine.
+        Folder to write the kernels to. A machine uses them if its environment variable
+        ``CUFLASH_KERNELS`` names the folder. Default: the kernel cache of this machine.
     backward : bool
-        Also the kernels of the gradients of q, k and v.
+        Also compile the kernels for the gradients of q, k and v.
     processes : int, optional
-        That compile side by side; default: one for each core.
+        Number of processes that compile in parallel. Default: one for each core.
 
     Returns
     -------
     tuple of Path
-        The file of each kernel.
+        The path of each compiled kernel.
 
     Raises
     ------
-    ValueError
-        For an unknown architecture, or none where there is no device.
+    TypeError, ValueError
+        If an argument has a wrong type or value, or there is neither ``arch`` nor a device.
     ImportError
-        Where CuPy or NVRTC is missing.
+        If CuPy or NVRTC is missing.
     OSError
-        For a folder that cannot be made, or does not keep what is written.
+        If ``folder`` cannot be created, or does not keep the files that are written to it.
     CompileError
-        For a kernel that does not compile, or a folder that cannot be written.
+        If a kernel does not compile, or ``folder`` cannot be written to.
 
     Examples
     --------
@@ -78,7 +78,7 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     given: list[Any] = [workloads]
     several = isinstance(workloads, Iterable) and not isinstance(workloads, str)
     if several:
-        with contextlib.suppress(TypeError):  # an array without axes
+        with contextlib.suppress(TypeError):  # iterating an array without axes raises
             given = [*workloads]  # type: ignore[misc]
     for work in given:
         if not isinstance(work, Workload):
@@ -91,7 +91,7 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     if shared is not None:
         try:
             shared.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:  # a zero byte
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
             kind = type(error) if isinstance(error, OSError) else ValueError
             raise problem_with(
                 "folder", kind, got=f"{shown(shared)} ({getattr(error, 'strerror', error)})",
@@ -136,7 +136,7 @@ def kernels_of(work: Workload, hardware: Hardware, *, backward: bool) -> list[Ke
 
 
 def steps_of(work: Workload, hardware: Hardware, *, backward: bool) -> dict[KernelConfig, Any]:
-    """The launches of one problem in order, by their kernels."""
+    """The launches of one problem in order, by the configurations of their kernels."""
     from cuflash._select.choose import Wanted, choose
 
     problem = work.problem()
@@ -144,4 +144,4 @@ def steps_of(work: Workload, hardware: Hardware, *, backward: bool) -> dict[Kern
     if backward:
         wanted, deterministic = Wanted.of("qkv"), work.deterministic
         steps += choose(problem, hardware, wanted=wanted, deterministic=deterministic)
-    return {step.config: step for step in steps}  # bounds of segments are found by both
+    return {step.config: step for step in steps}  # both may compute bounds of segments

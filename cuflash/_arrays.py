@@ -1,4 +1,4 @@
-"""Which array library do the arguments belong to, and how do foreign arrays come in?"""
+"""Which array library do the arguments belong to, and how are foreign arrays wrapped?"""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ R = TypeVar("R")
 
 
 class Native(Protocol):
-    """What a NumPy or CuPy array has, and a tensor has not: a call's result is of its type."""
+    """NumPy and CuPy arrays, by attributes that tensors lack; a call's result has their type."""
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Bytes between neighbours, by axis."""
+        """Bytes from one element to the next, for each axis."""
 
     @property
     def nbytes(self) -> int:
@@ -38,7 +38,7 @@ class Native(Protocol):
 
 NativeT = TypeVar("NativeT", bound=Native)
 
-#: What exporters raise: of a tensor that needs its gradient, of a dtype that DLPack lacks.
+#: Exporters raise these, for example for a tensor that requires its gradient or an unknown dtype.
 _NOT_HANDED_OUT = (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError)
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 _EXPECTED = "a NumPy or CuPy array, or another library's array that DLPack hands out"
@@ -46,7 +46,7 @@ _EXPECTED = "a NumPy or CuPy array, or another library's array that DLPack hands
 
 def is_cupy(array: object) -> bool:
     """Whether ``array`` is a CuPy array, without importing CuPy."""
-    # Another thread may be importing it: a module without this class has made no array yet.
+    # Another thread may be importing CuPy: until the module has this class, no array exists.
     return isinstance(array, getattr(sys.modules.get("cupy"), "ndarray", ()))
 
 
@@ -56,7 +56,7 @@ def array_module(array: Array) -> ModuleType:
 
 
 def native(name: str, array: object) -> Array:
-    """Return ``array`` as a plain NumPy or CuPy array, without a copy; a TypeError otherwise."""
+    """Return ``array`` as a plain NumPy or CuPy array without a copy, or raise TypeError."""
     if type(array) is np.ndarray or is_cupy(array):
         return array
     if isinstance(array, np.ma.MaskedArray):
@@ -82,9 +82,10 @@ def native(name: str, array: object) -> Array:
 
 
 def on_device_of(array: object) -> contextlib.AbstractContextManager[Any]:
-    """Context in which the device of an array on a GPU, or of the first of several, is current.
+    """Context in which the GPU of an array is the current device; of several, the first counts.
 
-    Memory is taken and kernels run on the current device. Free of charge where it is that one.
+    Memory is allocated and kernels run on the current device. The context costs nothing if that
+    device is current already.
     """
     if isinstance(array, list | tuple) and array:
         array = array[0]
@@ -98,22 +99,22 @@ def on_device_of(array: object) -> contextlib.AbstractContextManager[Any]:
     cuda = _cupy("device").cuda
     try:
         elsewhere = cuda.runtime.getDevice() != device
-    except cuda.runtime.CUDARuntimeError:  # no driver: the call itself finds what is wrong
+    except cuda.runtime.CUDARuntimeError:  # no driver: the call itself reports it
         return contextlib.nullcontext()
     return cuda.Device(device) if elsewhere else contextlib.nullcontext()
 
 
 def _dlpack_device(array: object) -> tuple[Any, Any]:
-    """Kind and number of a foreign array's device; (None, 0) of what lies nowhere, as a class."""
+    """Kind and number of a foreign array's device; (None, 0) for an object without a device."""
     try:
         kind, number = array.__dlpack_device__()  # type: ignore[attr-defined]
-    except Exception:  # of what a tensor without memory raises there is no list
+    except Exception:  # a tensor without memory may raise anything
         return None, 0
     return kind, number
 
 
 def on_own_device(function: Callable[P, R]) -> Callable[P, R]:
-    """Let ``function`` run, and take memory for its results, where its first argument lies."""
+    """Let ``function`` run, and allocate its results, on the device of its first argument."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -124,7 +125,7 @@ def on_own_device(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def same_module(**arrays: Array | None) -> ModuleType:
-    """The one array module of all given arrays; a mixture of modules or devices is an error."""
+    """The array module of all given arrays; raise if their modules or devices differ."""
     first_name, module, device = "", None, None
     for name, array in arrays.items():
         if array is None:
@@ -144,7 +145,7 @@ def same_module(**arrays: Array | None) -> ModuleType:
 
 
 def refuse_capture(argument: str, expected: str) -> None:
-    """Raise while CuPy's current stream is capturing: pool memory would not outlive the graph."""
+    """Raise while CuPy's current stream is capturing: the pool may reuse memory before a replay."""
     if is_capturing():
         raise RuntimeError(
             f"{argument}: nothing can be allocated while a graph is captured, expected {expected}"
@@ -157,13 +158,13 @@ def is_capturing() -> bool:
 
 
 def refuse_captured(xp: ModuleType, function: str) -> None:
-    """Raise while CuPy's current stream captures a function that is made of CuPy's operations."""
+    """Raise while CuPy's stream captures ``function``, whose CuPy operations allocate memory."""
     if xp is not np:
         refuse_capture(function, "a call outside of the capture: its steps need memory")
 
 
 def converted(argument: str, array: Array, dtype: np.dtype[Any]) -> Array:
-    """``array`` in ``dtype``, itself where it has that already."""
+    """``array`` in ``dtype``; no copy is made if it has that dtype."""
     if array.dtype == dtype:
         return array
     if is_cupy(array):
@@ -172,7 +173,7 @@ def converted(argument: str, array: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def contiguous(argument: str, array: Array, dtype: Any) -> Array:
-    """``array`` on a GPU in C order and in ``dtype``, itself where it is so already."""
+    """A GPU's ``array`` in C order and in ``dtype``; no copy is made if it is so already."""
     if array.dtype == dtype and array.flags.c_contiguous:
         return array
     refuse_capture(argument, f"a contiguous array of dtype {np.dtype(dtype)}")
@@ -180,17 +181,17 @@ def contiguous(argument: str, array: Array, dtype: Any) -> Array:
 
 
 def to_int64(array: Array) -> Array:
-    """Integers in int64; uint64 beyond its range becomes the largest, not a negative number."""
+    """Integers as int64; larger uint64 numbers become the largest int64, not negative numbers."""
     if array.dtype == np.uint64:
         array = array.clip(0, 2**63 - 1)
     return array.astype(np.int64)
 
 
 def rounded(array: Array, dtype: Any) -> Array:
-    """``array`` in ``dtype``, each element rounded once; what overflows is infinite.
+    """``array`` in ``dtype``, each element rounded once; overflow becomes infinity.
 
-    NumPy and CuPy cast float64 to 16 bits or 8 by way of float32, which would round twice: here
-    float32 is rounded to odd, so that ties stay what they were.
+    NumPy and CuPy cast float64 to 16 or 8 bits by way of float32, which would round twice. Here the
+    step to float32 rounds to odd, which neither creates nor removes ties.
     """
     if array.dtype == np.float64 and np.dtype(dtype).itemsize <= 2:
         near = array.astype(np.float32)
@@ -206,20 +207,20 @@ def write_rounded(destination: Array, array: Array) -> None:
 
 
 def allocate(xp: ModuleType, argument: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Memory for the result that the caller could have given as ``argument``."""
+    """New memory for a result that the caller could have passed as ``argument``."""
     if xp is not np and is_capturing():
         refuse_capture(argument, f"an array of shape {shape} and dtype {dtype}")
     return xp.empty(shape, dtype)
 
 
 def deeply_copied(value: Any, memo: dict[int, Any]) -> Any:
-    """``__deepcopy__`` of objects that pickle by keywords; it copies their arrays."""
+    """``__deepcopy__`` for objects that pickle their fields as keywords; it copies their arrays."""
     build, _ = value.__reduce__()
     return build.func(**copy.deepcopy(build.keywords, memo))
 
 
 def _from_cuda_array_interface(cupy: ModuleType, array: Any) -> Array:
-    """Wrap device memory zero-copy; order after its producer's stream by an event."""
+    """Wrap device memory without a copy; an event orders it after its producer's stream."""
     interface = array.__cuda_array_interface__
     shape, pointer = interface["shape"], interface["data"][0]
     dtype = np.dtype(interface["typestr"])
@@ -250,7 +251,7 @@ def _cupy(name: str) -> ModuleType:
 
 @functools.cache
 def imported_cupy() -> ModuleType:
-    """CuPy; its folder of kernels is looked at before it compiles anything for us, and once."""
+    """CuPy, imported once: its kernel cache is checked before it compiles anything for us."""
     return import_cupy()
 
 

@@ -1,4 +1,4 @@
-"""How is CuPy imported, and where does it keep kernels, whatever state its folder is in?"""
+"""How is CuPy imported even if its kernel cache is unusable, and where are kernels kept?"""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _importing = threading.Lock()
 
 
 def folder() -> Path:
-    """Where compiled kernels of cuflash are: beside the kernels of CuPy, as its settings say."""
+    """The folder of cuflash's compiled kernels, inside CuPy's kernel cache."""
     cache = os.environ.get(_CACHE_DIR) or os.path.expanduser("~/.cupy/kernel_cache")
     return Path(cache, "cuflash")
 
 
 def in_memory() -> bool:
-    """Whether CuPy's settings say that kernels are not kept."""
+    """Whether CuPy's settings keep compiled kernels in memory only."""
     return os.environ.get(_IN_MEMORY) == "1"
 
 
 def import_cupy() -> ModuleType:
-    """CuPy, which compiles from then on, whatever state its folder is in.
+    """Import CuPy so that it can compile even if its kernel cache is unusable.
 
-    Its own kernels (fills, sums, conversions) go to the folder above ours, and it raises where it
-    cannot write there, or read what is there. It is kept out of there by what it takes for the
-    value of a variable that nobody has set: where somebody has, that holds. The environment, which
-    all threads and child processes share, is not written.
+    CuPy keeps its own kernels (fills, sums, conversions) in the folder above ours, and raises if it
+    cannot write there or read a file there. In that case its reader of environment variables gets
+    a new default: it takes CUPY_CACHE_IN_MEMORY as set unless the user has given it a value. The
+    environment itself is not written, because all threads and child processes share it.
     """
     with _importing:
         cupys = folder().parent
@@ -55,24 +55,24 @@ def import_cupy() -> ModuleType:
 
 
 def _import_without_a_folder() -> None:
-    """Let CuPy 14.2 be imported; it makes its folder then, to be used or not, or raises."""
+    """Import the cache module of CuPy 14.2 so that it does not try to create its folder."""
     package = importlib.util.find_spec("cupy")
     file = Path((package and package.origin) or "").parent / "cuda" / "_compiler_cache.py"
     name = "cupy.cuda._compiler_cache"
     spec = importlib.util.spec_from_file_location(name, file) if file.is_file() else None
-    if spec is None or spec.loader is None:  # an earlier CuPy
+    if spec is None or spec.loader is None:  # an earlier CuPy has no such file
         return
     store = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(store)
-    store.DiskKernelCacheBackend.__init__ = lambda *_: None  # nobody asks it for kernels
+    store.DiskKernelCacheBackend.__init__ = lambda *_: None  # it is never asked for kernels
     sys.modules[name] = store
 
 
 def _usable(cupys: Path) -> bool:
-    """Whether files can be made in a folder, and all kernels that lie there be read."""
+    """Whether files can be created in a folder and all kernels in it can be read."""
     try:
         cupys.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=cupys):  # has no name that a killed process could leave
+        with tempfile.TemporaryFile(dir=cupys):  # nameless: a killed process leaves nothing
             pass
         with os.scandir(cupys) as entries:
             kernels = (entry for entry in entries if entry.name.endswith(".cubin"))
@@ -83,7 +83,7 @@ def _usable(cupys: Path) -> bool:
 
 @functools.cache
 def warn_once(where: str) -> None:
-    """Say that kernels are not kept in the folder ``where``."""
+    """Warn, once for each folder, that kernels are not kept in the folder ``where``."""
     warnings.warn(
         f"the kernel cache {where} cannot be read or written, or holds something else, or what any "
         "user may have written: kernels are compiled in memory",

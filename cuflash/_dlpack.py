@@ -1,7 +1,7 @@
-"""How does an array in host memory come in from another library, without a copy?
+"""How is another library's array in host memory viewed as a NumPy array, without a copy?
 
-``numpy.from_dlpack`` takes what DLPack hands out, but for bfloat16, which NumPy lacks. Such an
-array is taken as 16-bit integers, and seen as ``ml_dtypes.bfloat16``.
+``numpy.from_dlpack`` refuses bfloat16, which NumPy lacks. Such an array is imported as 16-bit
+integers and viewed as ``ml_dtypes.bfloat16``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 _UINT, _BFLOAT = 1, 4  # DLDataTypeCode
-_NEWEST = (1, 0)  # of DLPack: from 1.0 on a capsule says whether its array can be written
-#: Bytes before the DLTensor in what a capsule points to: none, or version, manager, deleter, flags.
+_NEWEST = (1, 0)  # version of DLPack; from 1.0 on a capsule says whether its array can be written
+#: Bytes before the DLTensor in a capsule's struct: none, or version, manager, deleter and flags.
 _OFFSET = {b"dltensor": 0, b"dltensor_versioned": 32}
 
 
@@ -29,7 +29,7 @@ class _Tensor(ctypes.Structure):
 
 
 class _Capsule:
-    """Hands out one capsule, which its exporter made for us alone."""
+    """Exports one capsule, which the array's library made for us alone."""
 
     def __init__(self, capsule: Any, device: tuple[int, int]) -> None:
         self.capsule, self.device = capsule, device
@@ -50,13 +50,13 @@ _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 
 
 def from_dlpack(array: Any) -> np.ndarray[Any, Any]:
-    """View an array in host memory as a NumPy array; raise what its exporter or NumPy raises."""
+    """View an array in host memory as a NumPy array; errors of its library or NumPy are raised."""
     try:
         return np.from_dlpack(array)
     except (BufferError, RuntimeError):
         try:
             capsule = array.__dlpack__(max_version=_NEWEST)
-        except TypeError:  # an exporter of the time before versions
+        except TypeError:  # an exporter older than DLPack 1.0
             capsule = array.__dlpack__()
         name = _name_of(capsule)
         tensor = _Tensor.from_address(_pointer_of(capsule, name) + _OFFSET[name])

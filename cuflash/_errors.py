@@ -1,11 +1,11 @@
-"""How does cuflash say that something is wrong?"""
+"""How are errors of a call worded?"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-_SHOWN = 200  # characters of a value in a message
-_ROOT = Path(__file__).resolve().parents[1]  # of a checkout, or where packages are installed
+_SHOWN = 200  # characters of a value that a message shows
+_ROOT = Path(__file__).resolve().parents[1]  # the root of a checkout, or site-packages
 
 
 class CompileError(RuntimeError):
@@ -36,13 +36,13 @@ class CompileError(RuntimeError):
 
 
 class NoKernel(ValueError):
-    """No kernel takes the operands of a call as they are."""
+    """No kernel supports the operands of a call without converting them."""
 
 
 def problem_with(
     argument: str, kind: type[Exception], *, got: object, expected: str, fix: str = ""
 ) -> Exception:
-    """Build the exception for one bad argument; every user error has this one form."""
+    """Build the exception for one bad argument. Every error of a caller has this form."""
     text = got if isinstance(got, str) else shown(got)
     message = f"{argument}: got {text}, expected {expected}"
     return kind(f"{message}; {fix}" if fix else message)
@@ -59,21 +59,21 @@ def wrong_value(argument: str, got: object, expected: str, fix: str = "") -> Exc
 
 
 def shown(value: object) -> str:
-    """A caller's value in a message: its repr in one line, the ends of a long one."""
+    """The repr of a caller's value in one line; of a long one only the start and the end."""
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # an int of more digits than Python writes
+    except ValueError:  # an int with more digits than Python prints
         return f"a {type(value).__name__} too long to show"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
 
 
 def pip_install(*extras: str) -> str:
-    """Commands of which one brings what is missing, in this checkout or for the package."""
+    """The pip commands that install one of the extras, for this checkout or for the package."""
     source = f'-e "{_ROOT}' if (_ROOT / "pyproject.toml").is_file() else '"cuflash'
     return " or ".join(f'pip install {source}[{extra}]"' for extra in extras)
 
 
 def not_yet(argument: str, when: str, instead: str = "") -> NotImplementedError:
-    """Build the exception for a valid request that this version cannot serve."""
+    """Build the exception for a valid call that this version does not support."""
     message = f"{argument}: not available in this version, planned for {when}"
     return NotImplementedError(f"{message}; {instead}" if instead else message)

@@ -27,10 +27,11 @@ class AttentionResult(NamedTuple, Generic[ArrayT]):
     Attributes
     ----------
     out : array, batch + (m, d_v)
-        Weighted values, in the caller's axes order.
+        Weighted sums of the values, in the caller's order of axes.
     lse : array, batch + (m,)
-        Natural logarithm of the sum of exp of the final scores; float32 (float64 for float64).
-        For a query that sees no key -inf, or the sink; -inf in rows beyond ``q_lengths``.
+        Natural logarithm of each row's sum of exp(score), over the final scores; float32, or
+        float64 for float64 inputs. If a query sees no key, lse is its sink, or -inf without a sink.
+        In rows beyond ``q_lengths`` lse is -inf.
 
     Examples
     --------
@@ -47,10 +48,10 @@ class AttentionResult(NamedTuple, Generic[ArrayT]):
 
 @dataclass(frozen=True, slots=True)
 class Gradients(Generic[ArrayT, OptionT]):
-    """Gradients by input; ``None`` where not asked for.
+    """Gradients with respect to the inputs; ``None`` for inputs that ``wrt`` does not name.
 
-    Each has exactly the shape and dtype of its input. Iterating yields the gradients that ``wrt``
-    names, in its order: ``dq, dk, dv = pullback(dout)``.
+    Each has exactly the shape and dtype of its input. Iteration yields the gradients in the order
+    of ``wrt``: ``dq, dk, dv = pullback(dout)``.
 
     Examples
     --------
@@ -68,17 +69,17 @@ class Gradients(Generic[ArrayT, OptionT]):
     dslopes: OptionT = _ABSENT
     dsink: OptionT = _ABSENT
     dscale: OptionT = _ABSENT
-    #: Fields in the order of ``wrt``; empty: those that are not None, in their own order.
+    #: Names of fields in the order of ``wrt``. If empty, iteration yields all that are not None.
     order: tuple[str, ...] = field(default=(), kw_only=True, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[ArrayT]:
-        order = getattr(self, "order", ())  # which version 0.1 did not pickle
+        order = getattr(self, "order", ())  # version 0.1 did not pickle it
         if not order:
             order = [name for name in _GRADIENTS if getattr(self, name) is not None]
         return iter([getattr(self, name) for name in order])
 
     def __reduce__(self) -> Any:
-        """By names, so that fields can be added: version 0.1 pickled a list of seven."""
+        """Pickle fields by name, so that some can be added; version 0.1 pickled a list of seven."""
         values = {name: getattr(self, name) for name in _GRADIENTS}
         return functools.partial(type(self), **values, order=getattr(self, "order", ())), ()
 
@@ -89,18 +90,18 @@ _GRADIENTS = ("dq", "dk", "dv", "dbias", "dslopes", "dsink", "dscale")
 
 
 class Pullback(Protocol[PullbackT]):
-    """What :func:`attention_vjp` returns beside its result."""
+    """Type of the function that :func:`attention_vjp` returns with its result."""
 
     @overload
     def __call__(self, dout: Any, /, *, dlse: Any = ...) -> Gradients[PullbackT, None]: ...
     @overload
     def __call__(self, dout: Any, /, *, dlse: Any = ..., wrt: tuple[str, ...]) -> Gradients: ...
     def __call__(self, dout: Any, /, *, dlse: Any = None, wrt: Any = ()) -> Any:
-        """Gradients of the call with respect to what ``wrt`` names, by default q, k and v."""
+        """Gradients of the call with respect to the inputs in ``wrt``, by default q, k and v."""
 
 
 class Saved(NamedTuple):
-    """What a gradient reads beside operands: cotangents, and results of the forward."""
+    """Arrays that a gradient reads besides the operands: cotangents and results of the forward."""
 
     dout: Array
     out: Array

@@ -1,1 +1,1 @@
-"""What does a user call? Validate, choose, run."""
+"""Which functions does a user call? Each validates a call, chooses its kernels and runs it."""

@@ -1,4 +1,4 @@
-"""What do all functions ask of operands, of saved results and of where to write?"""
+"""Which checks of operands, saved results and destinations do all functions share?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QKV = ("q", "k", "v")
 
 
 class SharedKeywords(ScoreOptions, total=False):
-    """Keywords of all functions that do not change the type of a result, for overloads."""
+    """Keywords of all functions that do not change the type of the result, for overloads."""
 
     options: Options | None
     axes: Any
@@ -33,24 +33,24 @@ class SharedKeywords(ScoreOptions, total=False):
 
 
 class VjpKeywords(SharedKeywords, total=False):
-    """The same of a call and its gradient."""
+    """Shared keywords and ``deterministic``."""
 
     deterministic: bool
 
 
 class PagedKeywords(SharedKeywords, total=False):
-    """The same of a call that takes memory and a kernel."""
+    """Shared keywords, ``workspace`` and ``config``."""
 
     workspace: Array | None
     config: Any
 
 
 class CallKeywords(VjpKeywords, PagedKeywords, total=False):
-    """The same of a call that takes all of them."""
+    """All of these keywords."""
 
 
 class Keywords(NamedTuple):
-    """The keywords of a forward that are no score options, as they came."""
+    """The keywords of a forward that are not score options, not yet checked."""
 
     axes: Any
     precision: str | None
@@ -62,9 +62,9 @@ class Keywords(NamedTuple):
 
 
 def answering(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a call without its positional arguments reach the checks, which answer in a sentence.
+    """Let a call that lacks positional arguments reach the checks, which say what to write.
 
-    Python's own message, of missing arguments, would come before that for a keyword ``q=``.
+    Otherwise Python would report missing arguments first, for example for a keyword ``q=``.
     """
     parameters = (own := inspect.signature(function)).parameters.values()
     count = sum(p.kind is p.POSITIONAL_ONLY for p in parameters)
@@ -74,7 +74,7 @@ def answering(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, dict[str, Array], Triple]:
-    """The library of q, k and v, the arrays as they came, and all three in one dtype."""
+    """The array module of q, k and v, the three arrays, and the three in one dtype."""
     given = {"q": native("q", q), "k": native("k", k), "v": native("v", v)}
     xp = same_module(**given)
     q, k, v = given.values()
@@ -118,13 +118,13 @@ def results(
     *,
     with_lse: bool,
 ) -> tuple[Array, Array]:
-    """Where out and lse go: the caller's ``pair``, which overlaps no input, or new arrays.
+    """The arrays for out and lse: the caller's ``pair``, which overlaps no input, or new arrays.
 
-    lse is None if it is neither given nor asked for.
+    lse is None if it is neither in ``pair`` nor wanted by ``with_lse``.
     """
     out, lse = pair
     if out is not None:
-        check_destination("out", out, **inputs)  # as they came: promotion makes copies
+        check_destination("out", out, **inputs)  # inputs before promotion, which copies
     if lse is not None:
         require_shape("lse", lse, problem.lse_shape, "batch + (m,)")
         if lse.dtype != problem.lse_dtype:
@@ -140,7 +140,7 @@ def results(
 def saved_arrays(
     function: str, problem: Problem, q: Array, dout: Any, out: Any, lse: Any, dlse: Any
 ) -> Saved:
-    """What a gradient reads: arrays of the library of q and the shapes that ``function`` gave."""
+    """The saved arrays of a gradient; raise unless they have the shapes that ``function`` gave."""
     given = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     arrays = {name: native(name, array) for name, array in given.items()}
     same_module(q=q, **arrays)
@@ -159,9 +159,9 @@ def gradient_buffers(
     grads_out: Gradients | None,
     read: dict[str, Array | None],
 ) -> dict[str, Array]:
-    """Arrays for the gradients by input name: fields of ``grads_out``, else new ones.
+    """Arrays for the gradients by input name: fields of ``grads_out``, or new arrays.
 
-    The caller's arrays must overlap neither each other nor what is ``read``, inputs among it.
+    The caller's arrays must overlap neither each other nor the arrays in ``read``, such as inputs.
     """
     if grads_out is not None and not isinstance(grads_out, Gradients):
         raise wrong_type("grads_out", type(grads_out).__name__, "a cuflash.Gradients")
@@ -186,6 +186,6 @@ def gradient_buffers(
 
 
 def by_field(gradients: dict[str, Array], wrt: tuple[str, ...]) -> Gradients:
-    """Gradients by input name as what functions return, in the order of ``wrt``."""
+    """The result of a gradient function: ``gradients`` by input name, in the order of ``wrt``."""
     fields = {FIELDS[name]: array for name, array in gradients.items()}
     return Gradients(**fields, order=tuple(FIELDS[name] for name in dict.fromkeys(wrt)))

@@ -1,4 +1,4 @@
-"""What can a user call? Attention, its gradient, its pullback."""
+"""Which functions compute attention, its gradient and its pullback?"""
 
 from __future__ import annotations
 
@@ -62,54 +62,56 @@ def attention(
     Parameters
     ----------
     q : array, batch + (m, d)
-        Queries; float16, bfloat16, float32 or float64, or 8-bit floats: see :func:`quantize`. Any
-        strides. NumPy or CuPy arrays, or tensors that DLPack hands out, which are not copied.
+        Queries: float16, bfloat16, float32, float64 or 8-bit floats (see :func:`quantize`), with
+        any strides. NumPy or CuPy arrays, or tensors of other libraries, which are read through
+        DLPack without a copy.
     k : array, batch + (n, d)
         Keys.
     v : array, batch + (n, d_v)
-        Values. Leading axes of q, k and v broadcast as in :func:`numpy.matmul`; the last of them
-        is heads where heads matter. Dtypes promote as in NumPy and decide the result's.
+        Values. The leading axes of q, k and v broadcast as in :func:`numpy.matmul`. The last of
+        them is the heads axis, for options that depend on heads. Dtypes promote as in NumPy.
     options : Options, optional
-        Score options; or give them as keywords (``causal=True``), not both.
+        Score options. Pass them here or as keywords (``causal=True``), but not both.
     axes : four pairs, optional
-        (sequence, feature) axes of q, k, v and the result, as in NumPy's generalised ufuncs;
-        ``[(-3, -1)] * 4`` serves (batch, seqlen, heads, head_dim) without a copy.
+        (sequence, feature) axes of q, k, v and the result, as in NumPy's generalised ufuncs.
+        ``[(-3, -1)] * 4`` is for arrays (batch, seqlen, heads, head_dim), which are not copied.
     precision : {None, "ieee", "tf32"}
-        ``"tf32"`` permits TF32 products for float32, which keep 11 bits of each factor: scores far
-        from 0, such as 60000, are then wrong. The CPU path ignores the permission.
+        ``"tf32"`` allows TF32 products of float32 arrays, which keep 11 bits of each factor. Scores
+        far from 0, such as 60000, are then wrong. The CPU path ignores this option.
     deterministic : bool
-        Same bits every run on one device. The forward always has them.
+        Give the same bits in every run on one device. The forward does so in any case.
     return_lse : bool
         Return :class:`AttentionResult` instead of the output alone.
     out : array, or (out, lse) with ``return_lse``, optional
-        Where to write: the exact shape, in the result's dtype, or float32 for 16-bit inputs, or any
-        of float16, bfloat16 and float32 for 8-bit inputs; any strides without overlap.
+        Array to write the result into. It has exactly the result's shape, and any strides with
+        which no elements overlap. It has the result's dtype; 16-bit inputs also allow float32, and
+        8-bit inputs allow float16, bfloat16 and float32.
     workspace : uint8 array, optional
         Scratch memory of at least :func:`workspace_size` bytes. A call that a CUDA graph captures
-        needs it, ``out``, and arrays of one dtype: otherwise a RuntimeError says so.
+        needs ``workspace``, ``out``, and inputs of one dtype. It raises RuntimeError without them.
     config : configuration of a forward kernel, optional
-        Replaces the choice of a kernel and its tile; CuPy arrays only.
+        Kernel and tile to use instead of the library's choice; CuPy arrays only.
     **score_options
         Parameters of :class:`Options`.
 
     Returns
     -------
     out : array, batch + (m, d_v)
-        In the dtype of the inputs; bfloat16 where all have 8 bits and ``out`` says nothing else. A
-        query that sees no key gives 0, and so do rows beyond ``q_lengths``.
+        In the dtype to which q, k and v promote; bfloat16 if all have 8 bits and ``out`` is not
+        given. Rows of queries that see no key are 0, and so are rows beyond ``q_lengths``.
     lse : array, batch + (m,)
-        Only with ``return_lse``: natural logarithm of the sum of exp of the scores, float32
-        (float64 for float64). For a query that sees no key -inf, or the sink; -inf in rows beyond
-        ``q_lengths``, which are no queries.
+        Only with ``return_lse``: natural logarithm of each row's sum of exp(score); float32, or
+        float64 for float64 inputs. If a query sees no key, lse is its sink, or -inf without a sink.
+        In rows beyond ``q_lengths`` lse is -inf.
 
     Raises
     ------
     TypeError, ValueError
-        For an argument of the wrong kind or value; the message names it, what came and what was
-        expected. Nothing has been launched or written.
+        If an argument has a wrong type or value. The message names the argument, what was passed
+        and what was expected. Nothing has been launched or written.
     NotImplementedError
-        On a GPU: head sizes above 256, or a gradient that is summed over more than six separate
-        batch axes.
+        On a GPU, for a head size above 256, or for a gradient that is summed over more than six
+        separate batch axes.
 
     Notes
     -----
@@ -123,16 +125,16 @@ def attention(
     ``causal="top_left"`` aligns at the first key instead. The algorithm is FlashAttention-2
     (Dao 2023, algorithm 1).
 
-    Replays of a captured CUDA graph must follow each other: they write to one ``out``, and may draw
-    tiles from one counter. Do not replay two clones or instances of a graph at the same time.
+    Replays of a captured CUDA graph must not overlap in time: all of them write to one ``out``, and
+    may take tiles from one counter. The same holds for two clones or instances of a graph.
 
-    Scores and lse are float32 (float64 for float64): where all scores of a row lie near -1e9, lse
-    has no digits left for the logarithm of the number of keys. Scores beyond 2e38 (1.2e308)
-    overflow: such a row is NaN or sees nothing.
+    Scores and lse are float32 (float64 for float64 inputs). If all scores of a row are near -1e9,
+    lse has no digits left for the logarithm of the number of keys. Scores beyond 2e38 (1.2e308)
+    overflow: their row becomes NaN, or its query sees no key.
 
-    A NaN or an infinity in a key or a value makes exactly the rows that see it NaN or infinite; it
-    is not specified which. Means of values near the largest number are finite; gradients are finite
-    where the products ``dout . v`` are.
+    A NaN or an infinity in a key or a value makes exactly the rows that see it NaN or infinite.
+    Which of the two is not specified. Means of values near the largest finite number are finite.
+    Gradients are finite if the products ``dout . v`` are.
 
     Examples
     --------
@@ -157,7 +159,7 @@ def attention(
 def _attention(
     q: Array, k: Array, v: Array, chosen: Options, keywords: Keywords, *, plain: bool = False
 ) -> Any:
-    """Check and run one call; a ``plain`` one is known from then on."""
+    """Check and run one call. A ``plain`` call is remembered, so that its repetition is cheap."""
     axes, precision, deterministic, return_lse, out, workspace, config = keywords
     xp, given, qkv = arguments.operands(q, k, v)
     arguments.check_common(qkv[0], deterministic, workspace, config)
@@ -208,63 +210,65 @@ def attention_backward(
 ) -> Gradients:
     """Gradient of :func:`attention`, recomputed from ``lse`` in O(M + N) memory.
 
-    On Hopper the workspace may hold dq in float32: see :func:`workspace_size`.
-
-    The gradient of ``sum(dout * out) + sum(dlse * lse)``. Pass the same options as forward:
-    best one :class:`Options` for both, or use :func:`attention_vjp`.
+    This is the gradient of ``sum(dout * out) + sum(dlse * lse)``. Pass the same options as to the
+    forward, best as one :class:`Options` for both, or use :func:`attention_vjp`. On Hopper the
+    workspace may hold dq in float32: see :func:`workspace_size`.
 
     Parameters
     ----------
     dout : array, batch + (m, d_v)
-        Cotangent of ``out``; any strides. The kernels read it in the dtype of the inputs. Rows of
-        queries that see no key are not read. Rows beyond ``q_lengths`` are not read, in any array.
+        Cotangent of ``out``, with any strides. The kernels read it in the dtype of the inputs. Rows
+        of queries that see no key are not read. Rows beyond ``q_lengths`` are not read in any
+        array.
     q, k, v : array
         As given to :func:`attention`.
     out : array, batch + (m, d_v)
         Result of :func:`attention`.
     lse : array, batch + (m,)
-        Its logarithm of sums.
+        The lse that :func:`attention` returned with ``out``.
     dlse : array, batch + (m,), optional
         Cotangent of ``lse``.
     wrt : tuple of {"q", "k", "v", "bias", "alibi_slopes", "sink", "scale"}
-        The gradients to compute.
+        The inputs whose gradients are computed.
     grads_out : Gradients, optional
-        Arrays to write into, with exactly the shape and dtype of the inputs. Fields that ``wrt``
-        does not name are left alone.
+        Arrays to write the gradients into, with exactly the shapes and dtypes of the inputs. Fields
+        that ``wrt`` does not name are not written.
     deterministic : bool
-        Same bits every run on one device. ``False`` is faster on some devices: dq of 16-bit arrays
-        may then differ between runs by two units in the last place of its largest element.
+        Give the same bits in every run on one device. ``False`` is faster on some devices: dq of
+        16-bit arrays may then differ between runs by two units in the last place of the largest
+        element of dq.
     config : configuration of one kernel, or cuflash.tuning.BackwardConfigs, optional
-        Replaces the choice of kernels and their tiles; CuPy arrays only. The configuration of one
-        kernel, as a sweep finds it, leaves the choice for the other gradients.
+        Kernels and tiles to use instead of the library's choice; CuPy arrays only. With the
+        configuration of one kernel, as a sweep finds it, the library still chooses the kernels of
+        the other gradients.
     options, axes, precision, workspace, **score_options
         As in :func:`attention`.
 
     Returns
     -------
     Gradients
-        Each with exactly the shape and dtype of its input: summed over broadcast axes and over
-        the query heads that share a key/value head. Of an 8-bit input it is with respect to the
-        dequantised array (elements times their scale), in the dtype of ``out``.
+        Each has exactly the shape and dtype of its input: it is summed over broadcast axes, and
+        over the query heads that share a key/value head. The gradient of an 8-bit input is with
+        respect to the dequantised array (elements times their scale), in the dtype of ``out``.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As :func:`attention`.
+        As in :func:`attention`.
 
     Notes
     -----
-    A CUDA graph captures the gradients of q, k and v only, into ``grads_out`` and with a
-    ``workspace``: the other gradients allocate memory for their sums.
+    A CUDA graph can capture only the gradients of q, k and v, with ``grads_out`` and ``workspace``.
+    The other gradients allocate memory for their sums.
 
     Formulas: FlashAttention (Dao et al. 2022), appendix B, with ``delta = rowsum(dout * out) -
-    dlse``. Probabilities are recomputed as ``exp(score - lse)``: where all scores of a row lie far
-    from 0, as under a bias of -1e9 on the whole row, lse has no digits left for the logarithm of
+    dlse``. Probabilities are recomputed as ``exp(score - lse)``. If all scores of a row are far
+    from 0, as with a bias of -1e9 on the whole row, lse has no digits left for the logarithm of
     the number of keys, and neither has the gradient. ``-inf``, or a mask, hides a row exactly.
-    Values with a large common part cost delta the digits that dq and dk need: subtract that part
-    from v, which shifts out by it and leaves the gradients unchanged.
-    Where a row sees one key, the gradients of q and k are 0, and the result is a rounding error of
-    ``dout * v``: ``delta`` is summed in another order than ``dout @ v.T``.
+    If values have a large common part, delta loses the digits that dq and dk need: subtract that
+    part from v. This shifts out by the same part and leaves the gradients unchanged.
+    If a row sees one key, its exact gradients of q and k are 0. The computed ones are a rounding
+    error of ``dout * v``, because ``delta`` is summed in another order than ``dout @ v.T``.
 
     Examples
     --------
@@ -336,7 +340,7 @@ def attention_vjp(
     return_lse: bool = False,
     **score_options: Unpack[ScoreOptions],
 ) -> tuple[Any, Pullback]:
-    """Attention together with its pullback, which cannot be called with other options.
+    """Compute attention and its pullback, a function that returns gradients for the same options.
 
     Parameters
     ----------
@@ -349,12 +353,12 @@ def attention_vjp(
         What :func:`attention` returns.
     pullback : callable
         ``pullback(dout, *, dlse=None, wrt=("q", "k", "v"))`` returns :class:`Gradients`. It reads
-        the arrays of the call and of ``result``: they must not have been overwritten.
+        the arrays of the call and of ``result`` again: do not overwrite them before that.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As :func:`attention`.
+        As in :func:`attention`.
 
     Examples
     --------
@@ -381,5 +385,5 @@ def attention_vjp(
 
 
 def _is_qkv(wrt: Any) -> bool:
-    """Whether it is the tuple of q, k and v in order; elements that are arrays are not compared."""
+    """Whether ``wrt`` is the tuple ("q", "k", "v"); elements that are arrays are not compared."""
     return type(wrt) is tuple and [*map(type, wrt)] == [str] * 3 and wrt == QKV

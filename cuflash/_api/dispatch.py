@@ -28,10 +28,10 @@ def run_forward(
     origin: Origin = WHOLE,
     **for_kernels: Any,
 ) -> Any:
-    """Fill ``out`` and, unless None, ``lse``; ``origin`` places a part of a call for dropout.
+    """Fill ``out`` and, unless it is None, ``lse``.
 
-    ``for_kernels`` are a workspace, a configuration, and where packed sequences end.
-    Returns the plan that kernels ran by.
+    ``origin`` is the place of a part within its whole call. ``for_kernels`` are further keywords of
+    ``_launch.run.forward``. Returns the plan of the kernels if running it again repeats the call.
     """
     if _nothing_to_sum(problem):
         out.fill(0)
@@ -55,9 +55,9 @@ def run_backward(
     origin: Origin = WHOLE,
     **for_kernels: Any,
 ) -> Any:
-    """Fill ``gradients``, by input name; the rest as for :func:`run_forward`.
+    """Fill ``gradients``, by input name; other arguments as for :func:`run_forward`.
 
-    Returns the plan of kernels, where it repeats the call.
+    Returns the plan of the kernels if running it again repeats the call.
     """
     if _nothing_to_sum(problem):
         for gradient in gradients.values():
@@ -71,7 +71,7 @@ def run_backward(
 
 
 def placed(problem: Problem, options: Options, origin: Origin) -> Problem:
-    """The problem as a part of a call, where dropout or a formula asks for places."""
+    """The problem with its ``origin`` in the whole call, if dropout or a formula depends on it."""
     if not (options.dropout or options.score_mod or options.mask_mod):
         return problem
     if options.dropout and (origin.query % BLOCK or origin.key % BLOCK):
@@ -98,7 +98,7 @@ def launch() -> Any:
 
 
 def cache_steps(array: Array) -> Any:
-    """The module whose functions grow caches of such arrays, and turn rows by their positions."""
+    """The module with the steps of caches and of rotary embedding for arrays like ``array``."""
     if not is_cupy(array):
         return on_the_host
     from cuflash._launch import cache

@@ -1,4 +1,4 @@
-"""How do functions take operands of 8 bits? As kernels do, or dequantised."""
+"""How are 8-bit operands computed? By a kernel for them, or dequantised."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Plain(NamedTuple):
 
 
 def among(options: Options, *arrays: Any) -> bool:
-    """Whether an operand has 8 bits, or a scale that says so."""
+    """Whether an operand has 8 bits, or a scale of an operand is given."""
     if any(getattr(array, "dtype", None) in FLOAT8 for array in arrays):
         return True
     return not options.q_scale is options.k_scale is options.v_scale is None
@@ -58,16 +58,17 @@ def forward(
     options: Options,
     keywords: Keywords,
 ) -> Any:
-    """Compute a forward by a kernel for e4m3 where one serves, else on dequantised arrays.
+    """Compute a forward by a kernel for e4m3 if one supports it, else on dequantised arrays.
 
-    ``compute`` takes q, k, v, options, of which scales have one factor for an entry, and keywords.
+    ``compute`` takes q, k, v, options and keywords. Scales in its options have one factor for each
+    batch entry and head.
     """
     axes, out = keywords.axes, keywords.out
     arrays, scales = _checked(_native(q, k, v), options, axes)
     q, k, v = arrays
     out_dtype = getattr(out[0] if isinstance(out, tuple) else out, "dtype", None)
     whole = all(not s.shape or s.shape[-2] == 1 for s in scales if hasattr(s, "shape"))
-    natively = getattr(keywords.config, "float8", True)  # None: whichever serves
+    natively = getattr(keywords.config, "float8", True)  # without a config: any kernel
     if natively and is_cupy(q) and whole and all(a.dtype == E4M3 for a in arrays):
         try:
             own = _of_entries(options, scales, q, axes)
@@ -88,9 +89,9 @@ def dequantized(
     out_dtype: Any = None,
     names: tuple[str, str, str] = QKV,
 ) -> Plain:
-    """The same call on arrays of more bits: in the dtype of the result, each rounded once to it.
+    """The operands with their scales applied, each rounded once to the dtype of the result.
 
-    ``names`` are what errors call the operands.
+    Errors call the operands by ``names``.
     """
     arrays, scales = _checked(_native(q, k, v, names), options, axes, names)
     dtype = result_dtype([a.dtype for a in arrays], out_dtype)
@@ -103,7 +104,7 @@ def dequantized(
 
 
 def without_memory(q: Array, k: Array, v: Array, options: Options, axes: Any) -> Plain:
-    """The same call on arrays that have the layouts of dequantised ones, but no elements."""
+    """Operands with the layouts of dequantised arrays, but without memory for the elements."""
     arrays, _ = _checked(_native(q, k, v), options, axes)
     dtype = result_dtype([a.dtype for a in arrays], None)
     found: Any = [_unread(a, dtype) if a.dtype in FLOAT8 else a for a in arrays]
@@ -114,7 +115,7 @@ def without_memory(q: Array, k: Array, v: Array, options: Options, axes: Any) ->
 def without_values(
     q: Array, k: Array, options: Options, axes: Any, out_dtype: np.dtype[Any] | None = None
 ) -> Plain:
-    """The same of a call without values, which has no scale of them."""
+    """Dequantised operands of a call without values, for which ``v_scale`` is an error."""
     if options.v_scale is not None:
         raise wrong_type("v_scale", "a scale", "none where there are no values")
     return dequantized(q, k, k, replace(options, v_scale=options.k_scale), axes=axes,
@@ -124,7 +125,7 @@ def without_values(
 def of_gradient(
     dout: Array, q: Array, k: Array, v: Array, out: Array, options: Options, axes: Any
 ) -> tuple[Array, Array, Array, Array, Options]:
-    """What a gradient reads instead: dequantised arrays, with which its results have the dtype."""
+    """Dequantised dout, q, k and v for a gradient, and options without scales."""
     dout, out = native("dout", dout), native("out", out)
     plain = dequantized(q, k, v, options, axes=axes, out_dtype=out.dtype)
     if dout.dtype in FLOAT8:
@@ -135,7 +136,7 @@ def of_gradient(
 def times(
     name: str, array: Array, scale: Any, pair: tuple[int, int], dtype: np.dtype[Any]
 ) -> Array:
-    """The elements of an array of 8 bits times their factors, in the same order of axes."""
+    """An 8-bit array times its factors, in ``dtype`` and the same order of axes."""
     core = core_axes(name, array.shape, pair)
     kept = [i for i in range(array.ndim) if i not in core]
     matrices = array.transpose(*kept, *core)
@@ -154,7 +155,7 @@ def times(
 
 
 def _unread(array: Array, dtype: np.dtype[Any]) -> Array:
-    """An array in C order like one that ``times`` makes, with memory for one element."""
+    """An array with the layout of a result of ``times``, but memory for one element only."""
     strides = np.cumprod([dtype.itemsize, *array.shape[:0:-1]])[::-1].tolist()
     xp = array_module(array)
     return xp.lib.stride_tricks.as_strided(xp.empty((), dtype), array.shape, strides)
@@ -192,7 +193,7 @@ def _checked(
 
 
 def _of_entries(options: Options, scales: list[Any], q: Array, axes: Any) -> Options:
-    """Options for kernels: arrays of one factor an entry; numbers join the scale of scores."""
+    """Options for kernels: one factor for each entry; numbers for q and k go into ``scale``."""
     changes: dict[str, Any] = {}
     factor = 1.0
     for name, scale in zip(_SCALES, scales, strict=True):

@@ -1,4 +1,4 @@
-"""How are keys and values of sequences kept that grow?"""
+"""How are the keys and values of growing sequences kept?"""
 
 from __future__ import annotations
 
@@ -33,63 +33,63 @@ from cuflash._problem.checks import (
 from cuflash._problem.float8 import FLOAT8
 from cuflash._problem.habits import answering_words
 
-_MOST_NUMBERS = 2**31 - 1  # of pages, which are int32
+_MOST_NUMBERS = 2**31 - 1  # page numbers are int32
 
 
 class KVCache:
-    """Keys and values of sequences that grow, in pages that sequences take as they need them.
+    """A cache for keys and values of growing sequences, which take pages as they need them.
 
-    Everything is in four arrays, which keep their addresses: a page is used by the sequences that
-    name it in their row of ``page_table`` before their length, and free if none does.
+    Its state is in four arrays, which keep their addresses. A sequence uses the pages that its row
+    of ``page_table`` names, up to its length. A page that no sequence uses is free.
 
     Parameters
     ----------
     sequences : int
-        How many sequences there are; each is empty at first.
+        Number of sequences. Each is empty at first.
     heads : int
-        Heads of keys and values.
+        Number of heads of keys and values.
     head_dim : int
-        Features of a key.
+        Number of features of a key.
     max_length : int
-        Keys that one sequence can have.
+        The most keys that one sequence can have.
     page_size : int
-        Keys of a page, from 1 to 256.
+        Number of keys of a page, from 1 to 256.
     head_dim_v : int, optional
-        Features of a value; default ``head_dim``.
+        Number of features of a value. Default: ``head_dim``.
     pages : int, optional
-        Pages of all sequences together. Default: as many as let every sequence grow to
+        Number of pages of all sequences together. Default: enough for every sequence to grow to
         ``max_length``.
     dtype : dtype
-        float16, bfloat16, float32, float64, or float8_e4m3fn or float8_e5m2, of which
-        :func:`attention_paged` takes ``k_scale`` and ``v_scale``.
+        float16, bfloat16, float32, float64, float8_e4m3fn or float8_e5m2. For 8-bit floats pass
+        ``k_scale`` and ``v_scale`` to :func:`attention_paged`.
     like : array, optional
-        An array of the library and on the device where the cache is to lie; default NumPy.
+        The cache uses the library and the device of this array. Default: NumPy.
 
     Attributes
     ----------
     k_pages : array, (pages, heads, page_size, head_dim)
     v_pages : array, (pages, heads, page_size, head_dim_v)
     page_table : int32 array, (sequences, pages of a sequence)
-        Numbers beyond the length of a sequence mean nothing.
+        Page numbers of each sequence. Numbers beyond its length have no meaning.
     lengths : int32 array, (sequences,)
-        Keys of each sequence.
+        Number of keys of each sequence.
     dropped : int32 array, (sequences,)
-        On a GPU, keys that found no room, since the cache was made.
+        On a GPU, the number of keys that found no room since the cache was made.
 
     Notes
     -----
-    On a GPU the host reads none of these arrays, and nothing is allocated: ``append`` and ``take``
-    can be captured by a CUDA graph, in which each replay advances lengths, takes pages and frees
-    them. A sequence that finds no free page, or is at ``max_length``, keeps what fits, and
-    ``dropped`` counts the rest. On NumPy arrays that is a ValueError, and a call that raises, or is
-    interrupted, leaves the cache as it was. Calls of one cache follow each other: in threads under
-    a lock of yours, on a GPU on one stream or ordered by events.
+    On a GPU the host reads none of these arrays, and nothing is allocated. A CUDA graph can capture
+    ``append`` and ``take``: each replay advances lengths, takes pages and frees pages. If a
+    sequence finds no free page or reaches ``max_length``, the keys that fit are kept and
+    ``dropped`` counts the others. With NumPy arrays this is a ValueError. A call on NumPy arrays
+    that raises or is interrupted leaves the cache as it was. Calls on one cache must not overlap:
+    hold a lock between threads, and on a GPU use one stream or order streams by events.
 
-    Free pages are taken in the order of sequences, lowest number first: the same calls make the
-    same arrays.
+    Sequences take free pages in the order of sequences, the lowest page number first: the same
+    calls give the same arrays.
 
-    There is no gradient with respect to a cache: :func:`attention_vjp` takes keys and values in
-    order.
+    There is no gradient with respect to a cache: :func:`attention_vjp` needs keys and values in
+    order, without pages.
 
     Examples
     --------
@@ -100,7 +100,7 @@ class KVCache:
     >>> cache.append(k, v)  # seven keys of both sequences
     >>> cuflash.attention_paged(q, *cache.arrays, causal=True).shape
     (2, 4, 7, 64)
-    >>> cache.take([0, 0])  # sequence 1 becomes what sequence 0 is, in the same pages
+    >>> cache.take([0, 0])  # sequence 1 becomes a copy of sequence 0, in the same pages
     >>> cache.append(k[:, :, :1], v[:, :, :1], counts=[1, 0])
     >>> cache.lengths
     array([8, 7], dtype=int32)
@@ -156,7 +156,7 @@ class KVCache:
             self.page_table = xp.zeros((sequences, of_each), np.int32)
             self.lengths = xp.zeros(sequences, np.int32)
             self.dropped = xp.zeros(sequences, np.int32)
-            # What steps tell each other: lengths before, pages to copy, pages to take.
+            # Passed from step to step: old lengths, pages to copy, pages to take.
             self._starts, self._sources = xp.zeros((2, sequences), np.int32)
             self._taken = xp.zeros(pages, np.int32)
             self._old_table = xp.zeros_like(self.page_table)
@@ -178,7 +178,7 @@ class KVCache:
 
     @property
     def arrays(self) -> tuple[Array, Array, Array, Array]:
-        """The arguments of :func:`attention_paged` behind the queries."""
+        """The arguments of :func:`attention_paged` that follow the queries."""
         return self.k_pages, self.v_pages, self.page_table, self.lengths
 
     @answering_words
@@ -197,11 +197,12 @@ class KVCache:
         Parameters
         ----------
         k : array, (sequences, heads, t, head_dim)
-            In the dtype of the cache.
+            Keys, in the dtype of the cache.
         v : array, (sequences, heads, t, head_dim_v)
+            Values, in the dtype of the cache.
         counts : integer array (sequences,), optional
-            How many of the ``t`` keys each sequence takes, the first ones. Default: all. On a GPU
-            the host does not read them: they are clamped to the range from 0 to t.
+            Sequence ``s`` takes the first ``counts[s]`` of its ``t`` keys. Default: all. On a GPU
+            the host does not read the counts: they are clamped to the range from 0 to t.
         rotary : bool
             Turn each key by its position in its sequence, as :func:`rotary` does.
         frequencies, interleaved
@@ -210,14 +211,14 @@ class KVCache:
         Raises
         ------
         TypeError, ValueError
-            For arrays of other shapes or dtypes; of NumPy arrays, where the keys do not fit.
+            If an array has a wrong shape or dtype, or if keys do not fit into a NumPy cache.
         RuntimeError
-            Where a call that a CUDA graph captures would need memory: it takes contiguous arrays,
-            ``counts`` of int64 and ``frequencies`` of float64.
+            If a call that a CUDA graph captures would allocate memory. Such a call needs contiguous
+            arrays, int64 ``counts`` and float64 ``frequencies``.
 
         Notes
         -----
-        A page that other sequences name as well is copied before a key is added to it.
+        If several sequences share a page, it is copied before a key is added to it.
         """
         k, v, counts = self._checked(k, v, counts)
         turns = NO_TURNS
@@ -243,24 +244,24 @@ class KVCache:
 
     @answering_words
     def take(self, parents: Any, lengths: Any = None) -> None:
-        """Let each sequence become what another was, in the same pages; or empty.
+        """Let each sequence become a copy of another one, in the same pages, or become empty.
 
         Parameters
         ----------
         parents : integer array, (sequences,)
-            Sequence ``i`` becomes what sequence ``parents[i]`` was; -1 makes it empty. Pages that
-            no sequence names are free. On a GPU the host does not read the numbers: they are
-            clamped.
+            Sequence ``i`` becomes what sequence ``parents[i]`` was before the call; -1 makes it
+            empty. Pages that no sequence names any more become free. On a GPU the host does not
+            read the numbers: they are clamped.
         lengths : integer array, (sequences,), optional
-            Keys that each sequence keeps, the first ones; default all. More than there are is all.
+            Sequence ``i`` keeps its first ``lengths[i]`` keys. Default, or if it has fewer: all.
 
         Raises
         ------
         TypeError, ValueError
-            For arrays of other shapes or dtypes; of NumPy arrays, for sequences that do not exist.
+            If an array has a wrong shape or dtype, or if a NumPy array names an unknown sequence.
         RuntimeError
-            Where a call that a CUDA graph captures would need memory: it takes contiguous arrays of
-            int64.
+            If a call that a CUDA graph captures would allocate memory. Such a call needs contiguous
+            int64 arrays.
         """
         parents = self._per_sequence("parents", parents)
         if lengths is not None:
@@ -272,9 +273,9 @@ class KVCache:
 
     @contextlib.contextmanager
     def _steps(self) -> Iterator[Any]:
-        """The functions that change the arrays; on NumPy arrays all of a block is done, or nothing.
+        """Yield the functions that change the arrays; an error in the block undoes it for NumPy.
 
-        What a block writes into pages before it ends by an error is beyond the lengths of before.
+        Pages are not restored: what the block wrote into them is beyond the restored lengths.
         """
         with on_device_of(self.lengths):
             steps = cache_steps(self.lengths)
@@ -285,12 +286,12 @@ class KVCache:
             before = self.page_table.copy(), self.lengths.copy()
             try:
                 yield steps
-            except BaseException:  # KeyboardInterrupt among them
+            except BaseException:  # also KeyboardInterrupt
                 self.page_table[...], self.lengths[...] = before
                 raise
 
     def _check_arrays(self) -> None:
-        """Raise for NumPy arrays that a caller has made unfit."""
+        """Raise if a caller has made NumPy arrays read-only or has written wrong lengths."""
         names = ("k_pages", "v_pages", "page_table", "lengths")
         for name, array in zip(names, self.arrays, strict=True):
             if not array.flags.writeable:
@@ -302,7 +303,7 @@ class KVCache:
             raise wrong_value("lengths", got, f"numbers from 0 to {most}")
 
     def _per_sequence(self, name: str, value: Any) -> Array:
-        """An integer for each sequence, on the device of the cache, int64."""
+        """One int64 number for each sequence, as an array on the device of the cache."""
         xp, sequences = array_module(self.lengths), len(self.lengths)
         expected = "an integer array, or a list of integers"
         value = integer_array(name, list(value) if isinstance(value, tuple) else value, expected)
@@ -317,7 +318,7 @@ class KVCache:
         return xp.asarray(to_int64(value))
 
     def _checked(self, k: Any, v: Any, counts: Any) -> tuple[Array, Array, Any]:
-        """The arrays that are to be added."""
+        """The keys and values to append, and their counts; raise if they do not fit the cache."""
         given = {"k": native("k", k), "v": native("v", v)}
         xp = same_module(lengths=self.lengths, **given)
         for (name, array), pages in zip(given.items(), self.arrays, strict=False):
@@ -341,7 +342,7 @@ class KVCache:
 
 
 def _in_one_block(array: Array, pages: Array) -> bool:
-    """Whether an array may be a view of pages, which are a block of memory by themselves."""
+    """Whether ``array`` may be a view of ``pages``, which have a block of memory of their own."""
     if not array.size:
         return False
     if is_cupy(array):

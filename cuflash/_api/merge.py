@@ -1,4 +1,4 @@
-"""How do partial results over disjoint keys combine?"""
+"""How are partial results over disjoint keys combined?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuflash._problem.checks import integer_value, is_integer, require_float, re
 from cuflash._problem.habits import answering_words
 from cuflash._results import AttentionResult
 
-_MAX_AXES = 64  # of NumPy's and CuPy's arrays
+_MAX_AXES = 64  # of a NumPy or CuPy array
 
 
 @answering_words
@@ -27,11 +27,11 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     Parameters
     ----------
     outs : array, or sequence of arrays batch + (m, d_v)
-        Partial results; for one array, parts lie along ``axis``.
+        Partial results: a sequence of arrays, or one array with the parts along ``axis``.
     lses : array, or sequence of arrays batch + (m,)
-        Their logarithms of sums; a part with -inf is neutral, its ``out`` is not read.
+        The lse of each part. A row with -inf has no effect, and its ``out`` is not read.
     axis : int
-        Where the parts are in both arrays, counted from the front; 0 for sequences.
+        The axis of the parts in both arrays, counted from the front; 0 for sequences.
 
     Returns
     -------
@@ -41,7 +41,7 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     Raises
     ------
     TypeError, ValueError
-        For parts of different array libraries, shapes or dtypes, or for no parts.
+        If the parts differ in array library, shape or dtype, or if there are no parts.
     RuntimeError
         While a CUDA graph is captured.
 
@@ -82,12 +82,12 @@ def merge_backward(
     Returns
     -------
     AttentionResult
-        Gradients with respect to ``outs`` and ``lses``, parts along ``axis``.
+        Gradients with respect to ``outs`` and ``lses``, with the parts along ``axis``.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As :func:`merge`, and for cotangents of other shapes than the merged arrays.
+        As in :func:`merge`, and if a cotangent does not have the shape of its merged array.
 
     Examples
     --------
@@ -123,7 +123,7 @@ def merge_backward(
 
 
 def _merged(xp: ModuleType, outs: Array, lses: Array) -> AttentionResult:
-    """Sum over parts along the first axis of both arrays, not rounded to their dtypes."""
+    """Merge parts along the first axis of both arrays, without rounding to their dtypes."""
     dtype = arithmetic(lses.dtype)
     with np.errstate(all="ignore"):
         parts = lses.astype(dtype)
@@ -139,7 +139,7 @@ def _merged(xp: ModuleType, outs: Array, lses: Array) -> AttentionResult:
 
 
 def _parts(outs: Any, lses: Any, axis: Any) -> tuple[ModuleType, Array, Array]:
-    """The array library of checked parts, and both arrays with the parts along the first axis."""
+    """The array module, and both arrays, checked and with the parts along the first axis."""
     if not is_integer(axis):
         raise wrong_type("axis", shown(axis), "an int")
     axis = integer_value("axis", axis, "an int")

@@ -1,4 +1,4 @@
-"""How does attention run over keys and values in pages, which a table puts in order?"""
+"""How is attention computed over keys and values in pages, which a table puts in order?"""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from cuflash._problem.problem import Problem, describe, in_pages
 from cuflash._results import AttentionResult
 from cuflash._select import override
 
-#: The CPU path takes keys in whole multiples of so many, which its own blocks divide: the bits of
-#: a row are then what they are without pages.
+#: The CPU path takes a multiple of this number of keys, which the sizes of its blocks divide: a
+#: row then has the same bits as without pages.
 _KEYS_AT_ONCE = 4096
-_MOST_KEYS = 4 * _KEYS_AT_ONCE  # of the sequences that the CPU path computes together
+_MOST_KEYS = 4 * _KEYS_AT_ONCE  # of all sequences that the CPU path computes together
 
 
 class _Paged(NamedTuple):
-    """Checked arrays in canonical order: (.., sequence, feature) last."""
+    """Checked arrays in canonical order: the last two axes are (sequence, feature)."""
 
     q: Array  # (sequences,) + heads + (m, d)
     k_pages: Array  # (pages,) + heads + (page_size, d)
@@ -60,7 +60,7 @@ class _Paged(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """The keys that the table of a sequence has room for."""
+        """The number of keys that a sequence's row of the table has room for."""
         return int(self.page_table.shape[1] * self.k_pages.shape[-2])
 
 
@@ -99,7 +99,7 @@ def attention_paged(
     config: Any = None,
     **score_options: Unpack[ScoreOptions],
 ) -> Any:
-    """Attention over keys and values in pages, which a table puts in order.
+    """Compute attention over keys and values in pages, which a table puts in order.
 
     Key ``n`` of sequence ``s`` is row ``n % page_size`` of page ``page_table[s, n // page_size]``.
 
@@ -108,23 +108,23 @@ def attention_paged(
     q : array, (sequences, .., heads, m, d)
         Queries of each sequence.
     k_pages : array, (pages, .., heads, page_size, d)
-        Keys, with as many axes as ``q`` and in its dtype. Axes between the first and the last two
-        broadcast against those of ``q``.
+        Keys, with the dtype of ``q`` and as many axes. The axes between the first and the last two
+        broadcast against the same axes of ``q``.
     v_pages : array, (pages, .., heads, page_size, d_v)
         Values.
     page_table : integer array, (sequences, pages of a sequence)
-        The pages of each sequence in order. Several sequences may name one page. Numbers of pages
-        that lie beyond the length are not used. On a GPU the host does not read the others:
-        kernels clamp them to the pages that there are. NumPy numbers are checked.
+        The numbers of each sequence's pages, in order. Several sequences may name one page. Numbers
+        beyond the length of a sequence are not used. The other numbers of a NumPy table are
+        checked. On a GPU the host does not read them: kernels clamp them to the existing pages.
     kv_lengths : int, or integer array (sequences,)
-        The keys of each sequence, from 0 to ``N``, the number of pages of a sequence times
-        ``page_size``. What pages hold beyond the length has no effect.
+        The number of keys of each sequence, from 0 to ``N``, which is the number of pages of a
+        sequence times ``page_size``. The contents of pages beyond the length have no effect.
     options, precision, return_lse, out, workspace, config, **score_options
-        As in :func:`attention`, of N keys. ``causal`` and ``window`` align at the end of each
-        sequence: the last query sees the last key. ``kv_lengths`` is no option here.
+        As in :func:`attention` with N keys. ``causal`` and ``window`` align at the end of each
+        sequence: the last query sees the last key. ``kv_lengths`` is not an option here.
     axes : four pairs, optional
         (sequence, feature) axes of ``q``, ``k_pages``, ``v_pages`` and the result.
-        ``[(-3, -1)] * 4`` serves queries (sequences, m, heads, d) and pages (pages, page_size,
+        ``[(-3, -1)] * 4`` is for queries (sequences, m, heads, d) and pages (pages, page_size,
         heads, d).
 
     Returns
@@ -136,19 +136,19 @@ def attention_paged(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As :func:`attention`.
+        As in :func:`attention`.
     RuntimeError
-        Where a call that a CUDA graph captures would need memory: it takes ``out``, ``workspace``
-        where :func:`workspace_size` with ``page_table=`` says more than 0, an int32 table, and
-        int32 or int64 lengths on the device.
+        If a call that a CUDA graph captures would allocate memory. Such a call needs ``out``, an
+        int32 table, int32 or int64 lengths on the device, and ``workspace`` if
+        :func:`workspace_size` with ``page_table=`` returns more than 0.
 
     Notes
     -----
-    On a GPU kernels read pages where they lie, and split the keys of few queries. The portable
-    kernel serves every dtype and option. Hopper's serves more than 64 queries of 16 bits, where a
-    page has a multiple of 8 rows.
+    On a GPU kernels read the pages without copying them, and split the keys if there are few
+    queries (split-KV). The portable kernel supports every dtype and option. The Hopper kernel
+    supports more than 64 queries of 16 bits, if a page has a multiple of 8 rows.
 
-    There is no gradient with respect to pages: for gradients call :func:`attention_vjp` on keys
+    There is no gradient with respect to pages. For gradients call :func:`attention_vjp` on keys
     and values in order.
 
     Examples
@@ -214,7 +214,7 @@ def _described(
     precision: str | None,
     out: Array | None,
 ) -> tuple[_Paged, tuple[Array, Array], Options, Problem]:
-    """The arrays in canonical order, k and v as if in order, options with lengths, the problem."""
+    """Arrays in canonical order, stand-ins for k and v in order, options with lengths, problem."""
     if options.kv_lengths is not None:
         fix = "a sequence has the keys of kv_lengths, the fifth argument"
         raise wrong_type("options", "kv_lengths", "no kv_lengths among the score options", fix)
@@ -227,7 +227,7 @@ def _described(
 
 
 def _native(q: Any, k_pages: Any, v_pages: Any, page_table: Any) -> dict[str, Array]:
-    """The arrays by name: of one dtype, and a table of integers."""
+    """The checked arrays by name: matrices of one dtype, and a table of integers."""
     arrays = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
     given = {name: native(name, array) for name, array in arrays.items()}
     *matrices, table = given.items()
@@ -254,7 +254,7 @@ def _native(q: Any, k_pages: Any, v_pages: Any, page_table: Any) -> dict[str, Ar
 
 
 def _lengths(xp: ModuleType, given: dict[str, Array], kv_lengths: Any) -> Array:
-    """The keys of each sequence, (sequences,)."""
+    """The number of keys of each sequence, (sequences,)."""
     sequences = given["q"].shape[0]
     if isinstance(kv_lengths, tuple):
         kv_lengths = list(kv_lengths)
@@ -269,7 +269,7 @@ def _lengths(xp: ModuleType, given: dict[str, Array], kv_lengths: Any) -> Array:
 
 
 def _canonical(given: dict[str, Array], pairs: Axes, lengths: Array) -> _Paged:
-    """Views with (sequence, feature) last; raise where k, v and q do not fit."""
+    """Views with (sequence, feature) last; raise if k, v and q do not fit each other."""
     names = ("q", "k_pages", "v_pages")
     for name, pair in zip(names, pairs, strict=False):
         if 0 in core_axes(name, given[name].shape, pair):
@@ -295,7 +295,7 @@ def _with_core_last(name: str, array: Array, pair: tuple[int, int]) -> Array:
 
 
 def _of_all_keys(paged: _Paged) -> tuple[Array, Array]:
-    """Arrays of the shapes of k and v in order that begin at the first page: never to be read."""
+    """Views with the shapes of k and v in order, for their layouts: they must not be read."""
     as_strided = array_module(paged.q).lib.stride_tricks.as_strided
     k, v = (
         as_strided(
@@ -309,7 +309,7 @@ def _of_all_keys(paged: _Paged) -> tuple[Array, Array]:
 
 
 def _for_kernels(problem: Problem, paged: _Paged) -> tuple[Problem, Array]:
-    """The problem of pages, and the table as kernels read it: int32, with axes for heads."""
+    """The problem with pages, and the table as kernels read it: int32, with axes for heads."""
     table, pages = paged.page_table, (paged.k_pages, paged.v_pages)
     if table.dtype != np.int32:
         refuse_capture("page_table", "an int32 array")
@@ -320,14 +320,14 @@ def _for_kernels(problem: Problem, paged: _Paged) -> tuple[Problem, Array]:
 
 
 def _in_order(pages: Array, table: Array) -> Array:
-    """Keys of sequences, (sequences,) + heads + (keys, d)."""
+    """Rows of pages copied in order: (sequences,) + heads + (keys, d)."""
     rows = np.moveaxis(pages[table.astype(np.int64)], 1, -3)
     *heads, columns, size, d = rows.shape
     return np.ascontiguousarray(rows.reshape(*heads, columns * size, d))
 
 
 def _on_the_host(problem: Problem, paged: _Paged, options: Options, out: Array, lse: Array) -> None:
-    """Compute a few sequences of one length at a time, from a copy of their keys."""
+    """Compute a few sequences of equal length at a time, from a copy of their keys and values."""
     with written_at_the_end(options, out, lse) as (out, lse):
         rows = _with_core_last("out", out, problem.axes[3])
         for some in _of_one_length(paged):
@@ -338,7 +338,7 @@ def _on_the_host(problem: Problem, paged: _Paged, options: Options, out: Array, 
 
 
 def _of_one_length(paged: _Paged) -> Iterator[slice]:
-    """Sequences that follow each other and have one length, as many as have a bounded copy."""
+    """Groups of consecutive sequences of equal length: one, or at most ``_MOST_KEYS`` keys."""
     lengths, first = [int(n) for n in paged.kv_lengths], 0
     while first < len(lengths):
         keys, end = max(_keys_of(paged, lengths[first]), 1), first + 1
@@ -351,18 +351,18 @@ def _of_one_length(paged: _Paged) -> Iterator[slice]:
 
 
 def _keys_of(paged: _Paged, length: int) -> int:
-    """How many keys the CPU path takes for a length."""
+    """The number of keys that the CPU path takes for a sequence of this length."""
     return min(-(-length // _KEYS_AT_ONCE) * _KEYS_AT_ONCE, paged.keys)
 
 
 def _part(
     problem: Problem, paged: _Paged, options: Options, some: slice
 ) -> tuple[Array, Array, Array, Options]:
-    """Queries, keys, values and options of sequences that have one length."""
+    """Queries, keys, values and options of consecutive sequences of equal length."""
     size, length = paged.k_pages.shape[-2], int(paged.kv_lengths[some.start])
     keys = _keys_of(paged, length)
     table = paged.page_table[some, : -(-keys // size)].copy()
-    table[:, -(-length // size) :] = table[:, :1]  # what is not read exists
+    table[:, -(-length // size) :] = table[:, :1]  # unread pages must exist
     k, v = (_in_order(a, table)[..., :keys, :] for a in (paged.k_pages, paged.v_pages))
     arrays = {name: _own_part(problem, name, a, some, keys) for name, a in options.arrays.items()}
     own = replace(with_arrays(options, arrays), kv_lengths=np.asarray(length))
@@ -370,7 +370,7 @@ def _part(
 
 
 def _own_part(problem: Problem, name: str, array: Array, some: slice, keys: int) -> Array:
-    """View of what some sequences have of a score option's array, of its first ``keys`` keys."""
+    """View of a score option's array for some sequences and the first ``keys`` keys."""
     core = ARRAYS[name][1]
     if array.ndim == len(problem.batch_shape) + len(core) and array.shape[0] != 1:
         array = array[some]

@@ -1,4 +1,4 @@
-"""What are the probabilities themselves? Logarithms of sums, selections, dropout."""
+"""Which functions return lse, selected probabilities and dropout masks?"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cuflash._problem.options import Options, ScoreOptions, gradient_names, reso
 from cuflash._problem.problem import describe
 from cuflash._results import Gradients
 
-_MASK_ELEMENTS = 1 << 24  # of a dropout mask at once
+_MASK_ELEMENTS = 1 << 24  # of a dropout mask, computed at once
 
 
 @on_own_device
@@ -52,20 +52,21 @@ def logsumexp(
     Parameters
     ----------
     q, k, options, axes, precision, deterministic, workspace, config, **score_options
-        As in :func:`attention`; of ``axes`` the first two pairs are used.
+        As in :func:`attention`. Of ``axes`` only the first two pairs are used.
     out : array, batch + (m,), optional
-        Where to write: float32 (float64 for float64), any strides without overlap.
+        Array to write the result into: float32, or float64 for float64 inputs, with any strides
+        without overlap.
 
     Returns
     -------
     array, batch + (m,)
-        float32 (float64 for float64). For a query that sees no key -inf, or the sink; -inf in rows
-        beyond ``q_lengths``, which are no queries.
+        float32, or float64 for float64 inputs. If a query sees no key, its element is its sink, or
+        -inf without a sink. Rows beyond ``q_lengths`` are -inf.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As :func:`attention`.
+        As in :func:`attention`.
 
     Examples
     --------
@@ -112,9 +113,9 @@ def logsumexp_backward(
     q, k : array
         As given to :func:`logsumexp`.
     lse : array, batch + (m,)
-        Its result.
+        Result of :func:`logsumexp`.
     wrt : tuple of {"q", "k", "bias", "alibi_slopes", "sink", "scale"}
-        The gradients to compute.
+        The inputs whose gradients are computed.
     grads_out, workspace, config
         As in :func:`attention_backward`.
     options, axes, precision, deterministic, **score_options
@@ -123,12 +124,12 @@ def logsumexp_backward(
     Returns
     -------
     Gradients
-        Each with exactly the shape and dtype of its input.
+        Each has exactly the shape and dtype of its input.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As :func:`attention`.
+        As in :func:`attention`.
 
     Examples
     --------
@@ -167,36 +168,36 @@ def weights(
     axes: Any = None,
     **score_options: Unpack[ScoreOptions],
 ) -> Array:
-    """Selected attention probabilities, ``exp(score - lse)``.
+    """Compute selected attention probabilities, ``exp(score - lse)``.
 
     Parameters
     ----------
     q, k : array
         As given to :func:`attention`.
     lse : array, batch + (m,)
-        Logarithm of sums that :func:`attention` returned.
+        The lse that :func:`attention` returned.
     rows, cols : slice or 1-D integer array, optional
-        Queries and keys to select; ``None`` takes all of one side, but not of both: ask for the
-        whole matrix by ``rows=slice(None)``. The host does not read indices on a GPU: an index out
-        of bounds is undefined.
+        Queries and keys to select. ``None`` selects all, but must not be given for both: write
+        ``rows=slice(None)`` for the whole matrix. The host does not read indices on a GPU: the
+        result of an index out of bounds is undefined.
     options, axes, **score_options
-        As in :func:`attention`; of ``axes`` the first two pairs are used.
+        As in :func:`attention`. Of ``axes`` only the first two pairs are used.
 
     Returns
     -------
     array, batch + (number of rows, number of cols)
-        float32 (float64 for float64); 0 where invisible.
+        float32, or float64 for float64 inputs; 0 where the query does not see the key.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As :func:`attention`.
+        As in :func:`attention`.
     RuntimeError
         While a CUDA graph is captured.
 
     Notes
     -----
-    A float32 ``lse`` has 24 bits. If a finite bias stands for a mask, a row may have n equal scores
+    A float32 ``lse`` has 24 bits. If a finite bias is used as a mask, a row may have n equal scores
     near -1e9 and no others: lse then loses log(n), and each weight is 1 instead of 1/n. A bias of
     -inf, or ``mask``, hides such a row.
 
@@ -245,13 +246,13 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
     Parameters
     ----------
     shape : tuple of int, batch + (m, n)
-        Shape of the scores, heads last in batch.
+        Shape of the scores, with heads as the last axis of batch.
     p : float
         ``dropout=`` of the call.
     seed : int
         ``seed=`` of the call.
     like : array, optional
-        A CuPy array for a CuPy result; the bits are the same.
+        Pass a CuPy array to get a CuPy array, with the same bits.
 
     Returns
     -------
@@ -261,8 +262,8 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
     Raises
     ------
     TypeError, ValueError
-        For a shape without two axes or too large for memory, a probability outside [0, 1] or a
-        seed beyond 64 bits.
+        If the shape has fewer than two axes or does not fit into memory, if p is outside [0, 1], or
+        if the seed is not an int of 64 bits.
     RuntimeError
         While a CUDA graph is captured.
 
@@ -298,7 +299,7 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
             return mask
         entries = mask.reshape(-1, *extents[-2:])
         rows, cols = (slice(0, extent) for extent in extents[-2:])
-        step = max(1, _MASK_ELEMENTS // entries[0].size)  # what is computed is some times as large
+        step = max(1, _MASK_ELEMENTS // entries[0].size)  # temporaries are several times as large
         for first in range(0, len(entries), step):
             part = entries[first : first + step]
             numbers = xp.arange(first, first + len(part))
@@ -319,7 +320,7 @@ def _no_values(k: Any, axes: Any) -> tuple[Any, Array]:
 def _no_result(
     q: Any, k: Any, v: Array, *, options: Options, axes: Any, precision: Any, **_: Any
 ) -> Array:
-    """The result of a call without values: an array with a shape and no bytes."""
+    """The result of a call without values: an array with the right shape and no elements."""
     problem = describe(*operands(q, k, v)[2], options, axes=axes, precision=precision)
     return array_module(v).empty(problem.out_shape, problem.dtype)
 
@@ -333,15 +334,15 @@ def _selection(name: str, chosen: Any, extent: int, xp: ModuleType) -> Any:
             chosen.indices(extent)
             return chosen
         array = chosen if is_cupy(chosen) else np.asarray(chosen)
-    except Exception as error:  # a ragged list, a step of 0, what an object of the caller's raises
+    except Exception as error:  # a ragged list, a step of 0, any error of a caller's object
         kind = ValueError if isinstance(error, ValueError) else TypeError
         got = f"{shown(chosen)} ({error})"
         raise problem_with(name, kind, got=got, expected=expected) from error
-    if array.shape == (0,):  # an empty list has no integers
+    if array.shape == (0,):  # NumPy makes floats of an empty list
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise wrong_type(name, shown(chosen), expected)
-    if isinstance(array, np.ndarray) and array.size:  # CuPy wraps what is out of bounds
+    if isinstance(array, np.ndarray) and array.size:  # CuPy wraps indices out of bounds
         low, high = int(array.min()), int(array.max())
         if low < -extent or high >= extent:
             expected = f"indices from {-extent} to {extent - 1}"

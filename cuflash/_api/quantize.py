@@ -1,4 +1,4 @@
-"""How do arrays become arrays of 8-bit floats and scales?"""
+"""How are arrays quantised to 8-bit floats and scales?"""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from cuflash._problem.habits import answering_words
 from cuflash._problem.operand import core_axes
 
 # Scales are powers of two. (D173)
-_EXPONENTS = (-100, 126)  # of scales: their inverses are normal float32
-_LEAST = 2.0**-126  # GPUs take smaller float32 for 0
-_MOST_ROWS = 1 << 29  # that kernels index
+_EXPONENTS = (-100, 126)  # of scales, whose inverses are then normal float32 numbers
+_LEAST = 2.0**-126  # GPUs flush smaller float32 numbers to 0
+_MOST_ROWS = 1 << 29  # more rows than kernels can index
 
 
 class Quantized(NamedTuple):
-    """An array of 8-bit floats, and what its elements are multiplied by: see :func:`quantize`.
+    """An array of 8-bit floats, and the scales of its elements: see :func:`quantize`.
 
     Examples
     --------
@@ -55,41 +55,43 @@ def quantize(
     rotation: int | None = None,
     axes: tuple[int, int] = (-2, -1),
 ) -> Quantized:
-    """Elements as 8-bit floats, and powers of two that give them back.
+    """Quantise an array to 8-bit floats, with scales that are powers of two.
 
-    Elements are divided by their scale, rounded to nearest even and saturated. A scale is the
-    smallest power of two with which the largest magnitude fits: an element times it is exact in
-    16 bits. What is not finite becomes NaN and does not count as the largest.
+    Each element is divided by its scale, rounded to nearest even and saturated. A scale is the
+    smallest power of two with which the largest magnitude fits: a quantised element times its scale
+    is exact in 16 bits. Infinities and NaN become NaN, and do not count as the largest magnitude.
 
     Parameters
     ----------
     x : array, batch + (m, d)
         float16, bfloat16, float32 or float64; NumPy or CuPy.
     per : {"matrix", "tensor"} or a power of two
-        What has a scale of its own: each (sequence, feature) matrix, which is a head of a batch
-        entry; the whole array; or so many rows of a matrix.
+        The elements that share a scale: ``"matrix"`` is each (sequence, feature) matrix, which is
+        one head of one batch entry, ``"tensor"`` is the whole array, and a number is that many
+        consecutive rows of a matrix.
     dtype : {float8_e4m3fn, float8_e5m2}
-        Of the result: 4 significant bits up to 448, or 3 up to 57344.
+        Dtype of the result. float8_e4m3fn has 4 significant bits and reaches 448, float8_e5m2 has
+        3 and reaches 57344.
     rotation : int, optional
-        Seed of a random rotation of the features, for q and k alike: with the same seed the
-        products ``q . k`` stay what they are, so nothing has to be turned back, and an outlier in
-        one feature is spread over all. A Hadamard matrix times random signs, of the largest power
-        of two that divides d (FlashAttention-3, Shah et al. 2024, section 3.3; QuIP, Chee et
-        al. 2023).
+        Seed of a random rotation of the features, which spreads an outlier in one feature over all.
+        Rotate q and k with the same seed: the products ``q . k`` stay the same, so nothing has to
+        be rotated back. The rotation is random signs times a Hadamard matrix, whose size is the
+        largest power of two that divides d (FlashAttention-3, Shah et al. 2024, section 3.3; QuIP,
+        Chee et al. 2023).
     axes : pair of ints
         The sequence and the feature axis.
 
     Returns
     -------
     array : array of ``dtype``, the shape of x
-        On a GPU a CuPy array of a dtype that CuPy stores and does not compute with.
+        On a GPU a CuPy array of a dtype that CuPy stores but does not compute with.
     scale : float32 array, batch + (b, 1)
-        b is 1, or the number of blocks of rows; per tensor the shape is (1, 1).
+        b is the number of blocks of rows, or 1 for whole matrices. Per tensor the shape is (1, 1).
 
     Raises
     ------
     TypeError, ValueError
-        For an argument of the wrong kind or value.
+        If an argument has a wrong type or value.
     RuntimeError
         While a CUDA graph is captured.
 
@@ -142,7 +144,7 @@ def _pair(axes: Any) -> tuple[int, int]:
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:
-    """One of the two dtypes of 8 bits."""
+    """One of the two 8-bit dtypes."""
     expected = "float8_e4m3fn or float8_e5m2"
     found = checks.dtype_of("dtype", dtype, expected)
     if found not in FLOAT8:
@@ -151,7 +153,7 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def _rows(per: Any) -> int:
-    """Rows of a block, 0 for all of them."""
+    """The number of rows that share a scale; 0 for all rows."""
     expected = '"matrix", "tensor" or a power of two of rows'
     if isinstance(per, str) and per in ("matrix", "tensor"):
         return 0
@@ -169,7 +171,7 @@ def _scale(matrices: Array, rows: int, whole: bool, largest: float, xp: ModuleTy
     sizes = xp.where(xp.isfinite(sizes), sizes, 0)
     *batch, m, d = sizes.shape
     blocks = -(-m // rows) if 0 < rows < m else 1
-    if not sizes.size:  # CuPy knows no largest of nothing
+    if not sizes.size:  # CuPy has no maximum of an empty array
         return xp.ones((1, 1) if whole else (*batch, blocks, 1), np.float32)
     if blocks > 1:
         sizes = xp.pad(sizes, [*[(0, 0)] * len(batch), (0, blocks * rows - m), (0, 0)])
@@ -198,14 +200,14 @@ def _divided(matrices: Array, factor: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _signs(seed: int, d: int) -> Array:
-    """The random signs of a rotation of d features."""
+    """The random signs in a rotation of d features."""
     return np.random.default_rng(seed).choice(np.array([-1, 1], np.float32), d)
 
 
 def _rotated(matrices: Array, signs: Array, xp: ModuleType) -> Array:
-    """Features times random signs, then Hadamard matrices along them; in float32."""
+    """Features times random signs, then times Hadamard matrices; in float32."""
     d = matrices.shape[-1]
-    width = max(d & -d, 1)  # the largest power of two that divides it
+    width = max(d & -d, 1)  # the largest power of two that divides d
     hadamard = np.ones((1, 1), np.float32)
     while len(hadamard) < width:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])

@@ -49,28 +49,29 @@ def rotary(
     inverse: bool = False,
     out: Array | None = None,
 ) -> Array:
-    """Rotary embedding: turn pairs of features of a row by position times frequency.
+    """Apply rotary embedding: turn pairs of features by the angle ``position * frequency``.
 
-    ``(a cos - b sin, a sin + b cos)`` for a pair (a, b) and the angle ``position * frequency``
+    A pair (a, b) becomes ``(a cos - b sin, a sin + b cos)``, with the cosine and sine of its angle
     (Su et al. 2021, RoFormer, equation 34).
 
     Parameters
     ----------
     x : array, batch + (n, d)
-        Rows, as queries or keys; float16, bfloat16, float32 or float64.
+        Rows of queries or keys: float16, bfloat16, float32 or float64.
     positions : int, or integer array that broadcasts to batch + (n,)
-        The position of each row, any integer: (n,) for all batch entries alike, (batch, 1, n) for
-        entries of (batch, heads, n, d).
+        The position of each row, which can be any integer. Shape (n,) gives all batch entries the
+        same positions. If x is (batch, heads, n, d), shape (batch, 1, n) gives each entry its own.
     frequencies : floating array, (r,), optional
-        Radians by which a pair turns from one position to the next; the first ``2 r`` features are
-        turned, and the others copied. Default: ``10000 ** (-2 i / d)`` for each pair ``i`` of d/2.
+        Angle in radians by which each pair turns from one position to the next. The first ``2 r``
+        features are turned, and the others are copied. Default: ``10000 ** (-2 i / d)`` for pair
+        ``i`` of the d/2 pairs.
     interleaved : bool
-        Whether features ``2 i`` and ``2 i + 1`` are pair ``i``, instead of ``i`` and ``i + r``.
+        Pair ``i`` is features ``2 i`` and ``2 i + 1``, instead of features ``i`` and ``i + r``.
     inverse : bool
-        Turn back. That is also the gradient: with ``y = rotary(x, positions)``, the gradient with
-        respect to x is ``rotary(dy, positions, inverse=True)``.
+        Turn in the opposite direction. This also gives the gradient with respect to x:
+        ``dx = rotary(dy, positions, inverse=True)`` for ``y = rotary(x, positions)``.
     out : array, batch + (n, d), optional
-        Where to write, in the dtype of ``x``; memory of its own.
+        Array to write the result into, in the dtype of ``x`` and with memory of its own.
 
     Returns
     -------
@@ -80,15 +81,15 @@ def rotary(
     Raises
     ------
     TypeError, ValueError
-        For an argument of the wrong kind or value.
+        If an argument has a wrong type or value.
     RuntimeError
-        Where a call that a CUDA graph captures would need memory: it takes ``out``, positions as an
-        int or an int32 or int64 array, and contiguous float64 frequencies.
+        If a call that a CUDA graph captures would allocate memory. Such a call needs ``out``,
+        positions as an int or an int32 or int64 array, and contiguous float64 frequencies.
 
     Notes
     -----
-    Angles are float64, so that far positions lose no digits; products are float32, and float64 for
-    float64.
+    Angles are float64, so that large positions lose no digits. Products are float32, or float64 for
+    float64 arrays.
 
     Examples
     --------
@@ -128,15 +129,15 @@ def rotary(
 
 
 class Turns(NamedTuple):
-    """By how much which features of a row turn."""
+    """Which pairs of features turn, and by which angles."""
 
     frequencies: Array | None  # float64, contiguous on a GPU; None: the default
     num_pairs: int
-    rotation: str  # as kernels call it
+    rotation: str  # name of the order of pairs in kernels
 
     @classmethod
     def of(cls, name: str, x: Array, frequencies: Any, interleaved: Any) -> Turns:
-        """The turns of the rows ``x``, an argument called ``name``; raise where they do not fit."""
+        """The turns of the rows ``x``, the argument ``name``; raise if they do not fit."""
         d, shape = x.shape[-1], x.shape
         rotation = "neighbours" if flag("interleaved", interleaved) else "halves"
         if frequencies is None:

@@ -1,4 +1,4 @@
-"""Which versions, which device and which kernel sources is this installation made of?"""
+"""Which versions, device and kernel sources does this installation use?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def show_config(mode: Literal["dicts"]) -> dict[str, str]: ...
 def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str] | None:
     """Show the versions, the device and the folders that a bug report needs.
 
-    It works with nothing but NumPy installed; what is absent is named as absent.
+    It works without CuPy and without a GPU. Missing parts are listed as missing.
 
     Parameters
     ----------
@@ -31,12 +31,12 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str] |
     Returns
     -------
     dict of str or None
-        For ``mode="dicts"``: name to description. None otherwise.
+        For ``mode="dicts"`` a dict from names to descriptions, otherwise None.
 
     Raises
     ------
     ValueError
-        For any other `mode`.
+        If `mode` is anything else.
 
     Examples
     --------
@@ -69,10 +69,10 @@ def _version() -> str:
 
 
 def _gpu_rows() -> dict[str, str]:
-    """Describe CuPy, NVRTC, driver and device, each by itself: any of them can be missing."""
+    """Describe CuPy, NVRTC, driver and device, each on its own: any of them can be missing."""
     try:
         import cupy
-    except (ImportError, OSError) as error:  # its folder of kernels may not be to be made
+    except (ImportError, OSError) as error:  # OSError: CuPy cannot create its cache
         reason = "not installed" if isinstance(error, ModuleNotFoundError) else f"broken: {error}"
         fix = pip_install("cuda12", "cuda13")
         absent = dict.fromkeys(("nvrtc", "driver", "device"), "unknown without CuPy")

@@ -44,7 +44,7 @@ from cuflash._select import override
 
 
 class Sequence(NamedTuple):
-    """One packed sequence: its number, and where its queries and keys are."""
+    """One packed sequence: its number, the rows of its queries and the rows of its keys."""
 
     number: int
     q: slice
@@ -87,7 +87,7 @@ def attention_varlen(
     config: Any = None,
     **score_options: Unpack[ScoreOptions],
 ) -> Any:
-    """Attention over packed sequences: each attends within itself only.
+    """Compute attention over packed sequences, each of which attends only to itself.
 
     Parameters
     ----------
@@ -98,14 +98,16 @@ def attention_varlen(
     v : array, batch + (total_k, d_v)
         Values.
     cu_seqlens_q, cu_seqlens_k : integer array or list, (sequences + 1,)
-        Sequence ``i`` has the queries ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]``, and keys
-        likewise. Empty sequences are legal. On a GPU the host does not read these numbers: rows
-        beyond an array are left out, and decreasing numbers are undefined.
+        Sequence ``i`` has the queries from row ``cu_seqlens_q[i]`` up to, but not including, row
+        ``cu_seqlens_q[i + 1]``, and likewise for its keys. Empty sequences are legal. On a GPU the
+        host does not read these numbers: rows beyond an array are ignored, and the result of
+        decreasing numbers is undefined.
     options, axes, precision, deterministic, return_lse, out, workspace, config, **score_options
-        As in :func:`attention`, of a batch (sequences,) + batch: per-sequence values have that
-        axis first, positions count from the start of a sequence, and extents (m, n) of mask and
-        bias are 1 or at least the longest sequence. ``q_lengths`` and ``kv_lengths`` are at most
-        the length of their sequence; on a GPU they end where the sequence ends.
+        As in :func:`attention`, for the batch shape (sequences,) + batch. Arrays that differ
+        between sequences have the axis of sequences first. Positions count from the start of a
+        sequence. The extents (m, n) of mask and bias are 1 or at least the length of the longest
+        sequence. ``q_lengths`` and ``kv_lengths`` are at most the length of their sequence; on a
+        GPU they are clamped to it.
 
     Returns
     -------
@@ -117,7 +119,7 @@ def attention_varlen(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As :func:`attention`.
+        As in :func:`attention`.
 
     Examples
     --------
@@ -225,7 +227,7 @@ def attention_varlen_backward(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As :func:`attention`.
+        As in :func:`attention`.
 
     Examples
     --------
@@ -261,7 +263,7 @@ def attention_varlen_backward(
 
 
 def ends_of(given: dict[str, Array], cu_seqlens_q: Any, cu_seqlens_k: Any) -> dict[str, Array]:
-    """Where sequences end, by name; raise for what is wrong without a look at the values."""
+    """The two arrays of cumulative lengths, by name; checked, except for their values."""
     both = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     ends = {}
     for name, value in both.items():
@@ -302,7 +304,7 @@ def _backward_on_the_host(
     saved: Saved,
     gradients: dict[str, Array],
 ) -> None:
-    """Add up the gradients of each sequence in the dtype of its arithmetic."""
+    """Sum the gradients of all sequences, in the dtype of the arithmetic."""
     sums = {name: np.zeros(a.shape, arithmetic(whole.dtype)) for name, a in gradients.items()}
     for s, call in _calls(whole, options, ends, qkv):
         targets = {
@@ -322,7 +324,7 @@ def _backward_on_the_host(
 
 
 def _sequences(whole: Problem, ends: dict[str, Array]) -> list[Sequence]:
-    """The sequences; raise for values that cannot end them."""
+    """The sequences; raise for values that decrease or lie outside the packed rows."""
     pairs = []
     for (name, array), total in zip(ends.items(), (whole.seqlen_q, whole.seqlen_k), strict=True):
         values = array.tolist()
@@ -345,7 +347,7 @@ def _calls(
     qkv: Triple,
     out: Array | None = None,
 ) -> list[tuple[Sequence, tuple[Problem, Triple, Options]]]:
-    """What each sequence computes: a list, so that all are checked before anything is written."""
+    """The calls of the sequences. A list: all are checked before anything is written."""
     calls = []
     for s in _sequences(whole, ends):
         q, k, v = (_part(whole, name, array, s) for name, array in zip(QKV, qkv, strict=True))
@@ -358,7 +360,7 @@ def _calls(
 
 
 def _part(whole: Problem, name: str, matrix: Array, s: Sequence) -> Array:
-    """View of one sequence of a packed matrix: of q, k, v, or of one like out."""
+    """View of one sequence in a packed matrix: in q, k, v or an array shaped like out."""
     index: list[Any] = [slice(None)] * matrix.ndim
     pair = whole.axes[QKV.index(name) if name in QKV else 3]
     index[pair[0]] = s.k if name in ("k", "v") else s.q
@@ -366,10 +368,10 @@ def _part(whole: Problem, name: str, matrix: Array, s: Sequence) -> Array:
 
 
 def _own_part(whole: Problem, name: str, array: Array, s: Sequence) -> Array:
-    """View of what one sequence has of a score option's array."""
+    """View of one sequence's part of a score option's array."""
     core = ARRAYS[name][1]
     if array.ndim == 1 + len(whole.batch_shape) + len(core):
-        array = array[0 if array.shape[0] == 1 else s.number, ...]  # no scalar: a view
+        array = array[0 if array.shape[0] == 1 else s.number, ...]  # a view, not a scalar
     index: list[Any] = [...]
     for axis, extent in zip(core, array.shape[array.ndim - len(core) :], strict=True):
         part = s.q if axis == "m" else s.k

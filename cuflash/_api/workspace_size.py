@@ -36,19 +36,19 @@ def workspace_size(
     precision: str | None = None,
     **score_options: Unpack[ScoreOptions],
 ) -> int:
-    """Bytes of ``workspace=`` that a call needs; 0 for NumPy arrays.
+    """Return how many bytes of ``workspace=`` a call needs; 0 for NumPy arrays.
 
     Parameters
     ----------
     q, k, v, options, axes, precision, **score_options
-        As in :func:`attention`. The result of 8-bit operands is taken for bfloat16: ``out`` of
+        As in :func:`attention`. For 8-bit operands the size is for a bfloat16 result: ``out`` of
         another dtype may need another size.
     cu_seqlens_q, cu_seqlens_k : integer array or list, (sequences + 1,), optional
-        As in :func:`attention_varlen`, for a call of packed sequences.
+        As in :func:`attention_varlen`, for a call with packed sequences.
     backward : bool
-        For :func:`attention_backward` instead of :func:`attention`.
+        Return the size for :func:`attention_backward` instead of :func:`attention`.
     page_table : integer array, (sequences, pages of a sequence), optional
-        For :func:`attention_paged`: k and v are pages, and the size serves any lengths.
+        Return the size for :func:`attention_paged` with any lengths; k and v are then pages.
 
     Returns
     -------
@@ -57,7 +57,7 @@ def workspace_size(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As :func:`attention`.
+        As in :func:`attention`.
 
     Examples
     --------

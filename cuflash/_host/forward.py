@@ -69,49 +69,60 @@ def forward(
     block_m, block_n = blocks(problem)
     parts = Parts(problem, qkv, options, origin)
 
-    ones = np.ones(block_n, dtype)
+    ones, lowest = np.ones(block_n, dtype), np.finfo(dtype).min
 
     def fill(entry: Entry, piece: slice, work: Workspace) -> None:
         scores, q, k, v = parts.of(entry)
         v, unit, finite = _within_range(v, options.dropout)
         for rows in slices(piece.start, piece.stop, block_m):
             q_block = scores.queries(q[..., rows, :])
-            row_max = np.full(q_block.shape[:-1], scores.sink(rows), dtype)
-            row_sum = np.where(np.isneginf(row_max), dtype.type(0), dtype.type(1))
-            acc = None
+            rows_shape = q_block.shape[:-1]
+            row_max = row_sum = acc = None
+            if problem.sink is not None:  # a key without a value
+                row_max = np.full(rows_shape, scores.sink(rows), dtype)
+                row_sum = np.where(np.isneginf(row_max), dtype.type(0), dtype.type(1))
             for tile, seen in tiles(problem, scores, rows):
                 k_block = k[..., tile.cols, :]
-                place = work("score", (*row_max.shape, k_block.shape[-2]), dtype)
+                place = work("score", (*rows_shape, k_block.shape[-2]), dtype)
                 score, _, _ = scores.logits(q_block, k_block, tile, place)
                 hide(score, seen, -np.inf)
-                highest = np.maximum(row_max, row_maxima(score))
-                shift = np.where(np.isneginf(highest), 0, highest)
-                rescale = np.exp(row_max - shift)
+                highest = row_maxima(score)
+                if row_max is not None:
+                    np.maximum(highest, row_max, out=highest)
+                shift = np.maximum(highest, lowest)  # finite in rows that have seen nothing
                 score -= shift[..., None]
                 p = np.exp(score, out=score)
                 # BLAS adds the rows up in a third of the time of p.sum(-1).
-                row_sum = row_sum * rescale + np.matmul(p, ones[: p.shape[-1]])
+                block_sum = np.matmul(p, ones[: p.shape[-1]])
+                if row_max is not None:
+                    rescale = np.exp(row_max - shift)
+                    block_sum += row_sum * rescale
+                    if acc is not None:
+                        acc *= rescale[..., None]
+                row_max, row_sum = highest, block_sum
                 kept = scores.kept(tile)
                 if kept is not None:
                     p *= kept
                 name = "acc" if acc is None else "part"
-                place = work(name, (*row_max.shape, problem.head_dim_v), dtype)
+                place = work(name, (*rows_shape, problem.head_dim_v), dtype)
                 part = product(p, v[..., tile.cols, :], seen, finite, place)
                 if acc is None:
                     acc = part
                 else:
-                    acc *= rescale[..., None]
                     acc += part
-                row_max = highest
-            empty = row_sum == 0
-            lse[entry][..., rows] = np.where(
-                empty, -np.inf, np.log(row_sum) + np.where(empty, 0, row_max)
-            )
-            if acc is None:
-                out[entry][..., rows, :] = 0
+            lse_rows, out_rows = lse[entry][..., rows], out[entry][..., rows, :]
+            if row_max is None:
+                lse_rows[...] = -np.inf
             else:
-                divisor = np.where(empty, 1, row_sum)[..., None] * unit
-                np.divide(acc, divisor, out=out[entry][..., rows, :], casting="unsafe")
+                np.add(row_max, np.log(row_sum), out=lse_rows)
+            if acc is None:
+                out_rows[...] = 0
+            else:
+                # 0 in a row that has seen nothing, otherwise at least 1, the largest weight.
+                divisor = np.maximum(row_sum, 1)[..., None]
+                if unit is not None:
+                    divisor = divisor * unit
+                np.divide(acc, divisor, out=out_rows, casting="unsafe")
 
     def worker(items: Items[Piece]) -> None:
         with workspace() as work:
@@ -130,15 +141,16 @@ def forward(
         Items(pieces(problem, count)).work(worker, threads)
 
 
-def _within_range(v: Array, dropout: float) -> tuple[Array, Array, bool]:
-    """Values times powers of two, so that no sum over keys overflows; and the powers by column.
+def _within_range(v: Array, dropout: float) -> tuple[Array, Array | None, bool]:
+    """Return values times powers of two, so that no sum over keys overflows.
 
-    And whether all values are finite.
+    Also return what undoes these powers, by column (None if no value was changed), and whether all
+    values are finite.
     """
     most = max(v.shape[-2], 1) * max(philox.kept_scale(dropout), 1.0)
     limit = np.finfo(v.dtype).max / (2 * most)
     if -v.min(initial=0) <= limit and v.max(initial=0) <= limit:
-        return v, v.dtype.type(1), True
+        return v, None, True
     largest = np.maximum(v.max(-2, keepdims=True, initial=0), -v.min(-2, keepdims=True, initial=0))
     overflows = largest > limit
     unit = np.where(overflows, 0.5 ** math.ceil(math.log2(2 * most)), 1).astype(v.dtype)

@@ -1,1 +1,1 @@
-"""What is asked? Options and the problem that they make with q, k and v; no array is read."""
+"""What does a call compute? Options and Problem, made without reading elements of q, k and v."""

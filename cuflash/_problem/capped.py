@@ -1,8 +1,8 @@
-"""By which polynomial do kernels cap the score of a product near 0?
+"""By which polynomial do kernels apply softcap to a product near 0?
 
-``log2(exp(softcap * tanh x))``, where ``x = scale * product / softcap``, is the product times a
-polynomial of ``product^2 - near_square``: of the product, so that no x has to be formed, and its
-sign says whether the product is near 0. (D131)
+With ``x = scale * product / softcap``, ``log2(exp(softcap * tanh x))`` is the product times a
+polynomial in ``product^2 - near_square``. Kernels need not compute x for it, and the sign of
+``product^2 - near_square`` says whether the product is near 0. (D131)
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from typing import Any
 
 import numpy as np
 
-#: Up to which x tanh x is x times a polynomial, and its coefficients, by powers of x^2 less the
-#: square of that bound: to 1e-7 of tanh x. Caps that are high beside the scale have the later ones,
-#: whose coefficients for products are no smaller than float32 goes.
+#: A bound, and coefficients of powers of x^2 - bound^2: up to the bound, tanh x is x times this
+#: polynomial, to 1e-7 of tanh x. Caps that are high compared with the scale take a later row, whose
+#: coefficients for products are not too small for float32.
 _TANH = (
     (0.4, (0.9498723100146247, -0.29449889145601144, 0.10987943409207108, -0.04757280643231788)),
     (2.0**-5, (0.9996745903878482, -0.33320317644755276)),
     (2.0**-11, (1.0,)),
 )
 _COUNT = len(_TANH[0][1])
-_SMALLEST = 2.0**-126  # of normal numbers
-_LARGEST = 2.0**63  # whose square is a number
+_SMALLEST = 2.0**-126  # smallest normal float32 number
+_LARGEST = 2.0**63  # its square is a float32 number
 
 
 def cap(problem: Any) -> float:
-    """A cap with an inverse that is a normal number; above it, no score changes."""
+    """The softcap, bounded so that its inverse is a normal number; higher caps change no score."""
     return min(float(problem.softcap), 2.0**900 if problem.lse_dtype == np.float64 else 2.0**60)
 
 
 def near_product(problem: Any) -> float:
-    """The largest product near 0."""
-    x = abs(problem.scale / cap(problem))  # of a product of 1
+    """The largest product that counts as near 0."""
+    x = abs(problem.scale / cap(problem))  # x of a product of 1
     near, _ = _chosen(problem)
     return float(np.float32(min(near / x, _LARGEST) if x > 0 else _LARGEST))
 
 
 def near_square(problem: Any) -> float:
-    """Its square; 0, and none is below it, where that is no normal number."""
+    """The square of near_product; 0, so that no product is near 0, if it is no normal number."""
     square = near_product(problem) ** 2
     return square if square >= _SMALLEST else 0.0
 

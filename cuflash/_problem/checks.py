@@ -1,4 +1,4 @@
-"""Is a value what its argument has to be? Each check returns the plain form of a value, or raises.
+"""Is the value of an argument legal? Each check returns the value in plain form, or raises.
 
 A check takes the argument's name, for the message, and the value.
 """
@@ -16,11 +16,11 @@ from cuflash._arrays import Array, is_cupy, native
 from cuflash._errors import shown, wrong_type, wrong_value
 
 FLOATS = tuple(np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64))
-#: The largest offset, either way. The widest window is twice as wide: no sum of 64 bits wraps, and
-#: every query of an array sees as far as the array goes.
+#: The largest offset in either direction. The widest window is twice as wide: no 64-bit sum wraps,
+#: and such a window hides no key of an array.
 FARTHEST = 2**59
 _WIDEST = 2 * FARTHEST
-_MOST_AXES = 32  # as of arrays of CuPy
+_MOST_AXES = 32  # as many as NumPy broadcasts
 
 
 def is_integer(value: Any) -> bool:
@@ -30,7 +30,7 @@ def is_integer(value: Any) -> bool:
 
 
 def integer_value(name: str, value: Any, expected: str) -> int:
-    """The int of what :func:`is_integer`; an object of the caller's may refuse it."""
+    """The int of a value that :func:`is_integer` accepts; raise if a caller's object refuses."""
     try:
         return operator.index(value)
     except Exception as error:
@@ -38,18 +38,18 @@ def integer_value(name: str, value: Any, expected: str) -> int:
 
 
 def dtype_of(name: str, value: Any, expected: str) -> np.dtype[Any]:
-    """The dtype that a value names; None, which names float64 to NumPy, does not."""
+    """The dtype that a value names. None raises, although NumPy takes it for float64."""
     try:
         if value is not None:
             found: np.dtype[Any] = np.dtype(value)
             return found
-    except Exception as error:  # what an object of the caller's raises, or a text that is no UTF-8
+    except Exception as error:  # any error of a caller's object, or text that is not UTF-8
         raise wrong_type(name, shown(value), expected) from error
     raise wrong_type(name, "None", expected)
 
 
 def shape_of(name: str, value: Any) -> tuple[int, ...]:
-    """A shape of two axes or more, whose elements an address can count."""
+    """A shape of at least two axes, with fewer than 2^60 elements."""
     expected = "a tuple of ints from 0 on, two or more"
     if not isinstance(value, tuple | list) or not all(map(is_integer, value)):
         raise wrong_type(name, shown(value), expected)
@@ -67,7 +67,7 @@ def _refused(name: str, value: Any, error: Exception, expected: str) -> Exceptio
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False, and nothing that is only like one of them."""
+    """True or False; numbers such as 0 and 1 raise."""
     if value is True or value is False:
         return value
     if not isinstance(value, np.bool_):
@@ -76,7 +76,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def precision_word(name: str, value: Any) -> str | None:
-    """What float32 operands may be rounded to, or None."""
+    """The word for float32 products, "ieee" or "tf32", or None."""
     is_text = isinstance(value, str)
     if value is None or (is_text and value in ("ieee", "tf32")):
         return value  # type: ignore[no-any-return]
@@ -85,7 +85,7 @@ def precision_word(name: str, value: Any) -> str | None:
 
 
 def alignment(name: str, value: Any) -> bool | str:
-    """True, False or one of two words."""
+    """True, False, "top_left" or "bottom_right"."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     if isinstance(value, str) and value in ("top_left", "bottom_right"):
@@ -95,7 +95,7 @@ def alignment(name: str, value: Any) -> bool | str:
 
 
 def window(name: str, value: Any) -> tuple[int | None, int | None]:
-    """A pair of bounds, each None or an int from 0 on."""
+    """A pair of bounds, each None or an int >= 0."""
     expected = "a pair (left, right), each None or an int >= 0"
     if not isinstance(value, tuple | list) or len(value) != 2:
         same = f"for both sides alike write ({shown(value)}, {shown(value)})"
@@ -151,7 +151,7 @@ def probability(name: str, value: Any) -> float:
 
 
 def seed(name: str, value: Any) -> int:
-    """An int of 64 bits."""
+    """An int from 0 to 2^64 - 1."""
     expected = "an int from 0 to 2^64 - 1"
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise wrong_type(name, shown(value), expected)
@@ -161,7 +161,7 @@ def seed(name: str, value: Any) -> int:
 
 
 def integers(name: str, value: Any, *, optional: bool = True) -> Array | int:
-    """An int of 64 bits, or an integer array; ``optional`` says that None would be none."""
+    """A signed 64-bit int, or an integer array; with ``optional`` the message mentions None."""
     expected = "None, an int or an integer array" if optional else "an int or an integer array"
     if is_integer(value):
         number = integer_value(name, value, expected)
@@ -175,9 +175,9 @@ def integers(name: str, value: Any, *, optional: bool = True) -> Array | int:
 
 
 def integer_array(name: str, value: Any, expected: str) -> Array:
-    """An integer array, or one made of a list."""
+    """An integer array; a list is converted."""
     array = _of_list(name, value, expected)
-    if isinstance(value, list) and not array.size:  # which NumPy takes for floats
+    if isinstance(value, list) and not array.size:  # NumPy makes floats of it
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
         raise wrong_type(name, f"dtype {array.dtype}", expected)
@@ -185,7 +185,7 @@ def integer_array(name: str, value: Any, expected: str) -> Array:
 
 
 def _of_list(name: str, value: Any, expected: str) -> Array:
-    """An array as it is; a list, of few numbers by its nature, as a NumPy array."""
+    """An array without a copy; a list, which is short, is converted to a NumPy array."""
     if not isinstance(value, list):
         return native(name, value)
     try:
@@ -195,7 +195,7 @@ def _of_list(name: str, value: Any, expected: str) -> Array:
 
 
 def offset(name: str, value: Any) -> Array | int:
-    """An integer or an integer array; a number is within :data:`FARTHEST`."""
+    """An int from -FARTHEST to FARTHEST, or an integer array."""
     value = integers(name, value)
     if isinstance(value, int) and abs(value) > FARTHEST:
         got = f"an int of {value.bit_length()} bits"
@@ -204,7 +204,7 @@ def offset(name: str, value: Any) -> Array | int:
 
 
 def floats(name: str, value: Any) -> Array:
-    """An array of a floating dtype that the library serves."""
+    """An array of a floating dtype that the library supports."""
     array = native(name, value)
     if array.dtype not in FLOATS:
         fix = "boolean masks go to mask=" if array.dtype == np.bool_ else ""
@@ -222,7 +222,7 @@ def slopes(name: str, value: Any) -> Array:
 
 
 def operand_scale(name: str, value: Any) -> Array | float:
-    """A positive number, or a floating array of them."""
+    """A positive number, or a floating array."""
     if hasattr(value, "strides") and getattr(value, "shape", ()) != ():
         return floats(name, value)
     return floats(name, value) if is_cupy(value) else positive(name, value)
@@ -238,7 +238,7 @@ def booleans(name: str, value: Any) -> Array:
 
 
 def pair_of_ids(name: str, value: Any) -> tuple[Array, Array]:
-    """Two integer arrays, of queries and of keys."""
+    """Two integer arrays, for the queries and for the keys."""
     expected = "a pair of integer arrays, (.., m) for the queries and (.., n) for the keys"
     if not isinstance(value, tuple | list) or len(value) != 2:
         fix = "write (ids, ids) for self-attention" if hasattr(value, "strides") else ""
@@ -257,7 +257,7 @@ def require_shape(name: str, array: Array, shape: tuple[int, ...], like: str) ->
 
 
 def require_float(name: str, array: Array) -> None:
-    """Raise unless ``array`` has a floating dtype that the library serves."""
+    """Raise unless ``array`` has a floating dtype that the library supports."""
     if array.dtype not in FLOATS:
         expected = "float16, bfloat16, float32 or float64"
         raise wrong_type(name, f"dtype {array.dtype}", expected)

@@ -10,14 +10,14 @@ import numpy as np
 from cuflash._arrays import Array, is_cupy, same_module
 from cuflash._errors import wrong_value
 
-#: Effort to prove that interleaved arrays do not overlap; beyond it they count as overlapping.
+#: Effort to prove that interleaved arrays do not overlap. Beyond it they count as overlapping.
 _OVERLAP_WORK: Any = 100_000
 
 
 def check_destination(name: str, destination: Array, **inputs: Array) -> None:
     """Raise unless ``destination`` can be written and overlaps neither itself nor an input.
 
-    It must belong to the array library of the first input. Pass other destinations as inputs.
+    It must be of the same array library as the first input. Pass other destinations as inputs too.
     """
     first, like = next(iter(inputs.items()))
     same_module(**{first: like, name: destination})
@@ -37,7 +37,7 @@ def check_destination(name: str, destination: Array, **inputs: Array) -> None:
 
 
 def _overlaps_itself(array: Array) -> bool:
-    """Whether two elements may share memory: exact unless axes interleave in exotic ways."""
+    """Whether two elements may share memory; also true for some axes that merely interleave."""
     if array.size == 0:
         return False
     reach = array.itemsize
@@ -60,7 +60,7 @@ def _share_memory(a: Array, b: Array) -> bool:
 
 
 def _addresses(array: Array) -> Array:
-    """A NumPy array of the same addresses, never to be read where the memory is a device's."""
+    """A NumPy array with the same addresses; it must not be read if they are on a device."""
     if not is_cupy(array):
         return array
     interface = {"version": 3, "typestr": f"|V{array.itemsize}", "data": (array.data.ptr, True)}

@@ -13,20 +13,20 @@ from cuflash._problem.operand import broadcastable
 
 E4M3, E5M2 = np.dtype(float8_e4m3fn), np.dtype(float8_e5m2)
 FLOAT8 = (E4M3, E5M2)
-#: Of results where all operands have 8 bits: where no destination says otherwise, and of one.
+#: Result dtypes if all operands have 8 bits: the default, and the dtypes that ``out`` may have.
 RESULT = np.dtype(bfloat16)
 RESULTS = (np.dtype(np.float16), RESULT, np.dtype(np.float32))
-#: The largest number of each.
+#: The largest finite number of each dtype.
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 
 def rows_of_blocks(length: int, blocks: int) -> int:
-    """Rows of a block: the smallest power of two with which so many blocks cover ``length``."""
+    """Rows of a block: the smallest power of two with which the blocks cover ``length`` rows."""
     return 1 << max(-(-length // max(blocks, 1)) - 1, 0).bit_length()
 
 
 def checked_scale(name: str, scale: Array, batch: tuple[int, ...], length: int) -> None:
-    """Raise for an array of factors that does not fit a matrix of ``length`` rows."""
+    """Raise unless an array of factors fits matrices of ``length`` rows."""
     shape = scale.shape
     expected = f"a shape that broadcasts to {(*batch, 1, 1)}, or to {(*batch, 'blocks of rows', 1)}"
     if len(shape) < 2 or shape[-1] != 1 or not broadcastable(shape[:-2], batch):
@@ -51,7 +51,7 @@ def factor_of_rows(scale: Any, length: int) -> Any:
 
 
 def result_dtype(dtypes: list[np.dtype[Any]], out: np.dtype[Any] | None) -> np.dtype[Any]:
-    """In which dtype operands of 8 bits are read: that of the others, or that of the result."""
+    """The dtype to which 8-bit operands are dequantised: the other operands', or the result's."""
     others = [dtype for dtype in dtypes if dtype not in FLOAT8]
     if others:
         return max(others, key=lambda dtype: dtype.itemsize)

@@ -1,4 +1,4 @@
-"""What do a caller's formulas mean to the compiler? Their texts, and the types of their arrays."""
+"""What does the compiler need of a caller's formulas? Their texts, and their arrays' types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cuflash._errors import wrong_value
 from cuflash._problem.options import Options
 
 MAX_FORMULA_ARRAYS = 6  # on a GPU
-#: Names of the element types in CUDA; what is not here is read as float32.
+#: CUDA names of element types; arrays of other dtypes are converted to float32.
 _TYPES = {
     "bool": "bool", "int8": "signed char", "uint8": "uint8_t", "int16": "short",
     "uint16": "uint16_t", "int32": "int32_t", "uint32": "uint32_t", "int64": "int64_t",
@@ -21,7 +21,7 @@ _TYPES = {
 
 
 class Formulas(NamedTuple):
-    """The formulas of a call, as what takes the place of the files in ``kernels_cu/formulas``."""
+    """The formulas of a call, as texts that replace the files in ``kernels_cu/formulas``."""
 
     score_mod: bool
     mask_mod: bool
@@ -44,7 +44,7 @@ def formulas_of(options: Options) -> Formulas | None:
 
 
 def formula_arrays(options: Options, like: Array) -> dict[str, Array]:
-    """Arrays of the formulas as kernels read them, by parameter: C order, of a type of CUDA."""
+    """Arrays of the formulas by kernel parameter, in C order and of a type that CUDA has."""
     found = {}
     for i, (name, array) in enumerate(_named(options).items()):
         same_module(**{"q": like, f"arrays[{name!r}]": array})
@@ -57,7 +57,7 @@ def formula_arrays(options: Options, like: Array) -> dict[str, Array]:
 
 
 def _named(options: Options) -> dict[str, Array]:
-    """The arrays of both formulas, which share their names."""
+    """The arrays of both formulas by name; each name is the same array in both."""
     named: dict[str, Array] = {}
     for mod in (options.score_mod, options.mask_mod):
         for name, array in () if mod is None else mod.arrays.items():

@@ -1,4 +1,4 @@
-"""What is the word of another library called here? The answer to a keyword that does not exist."""
+"""What is another library's keyword called here? The answer to a keyword that does not exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cuflash._errors import wrong_type
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: Likeness of a misspelt name: "attn_mask" is like "mask" (0.615), "out" unlike "dropout" (0.6).
+#: Similarity of misspelt names: "attn_mask" is like "mask" (0.615), "out" unlike "dropout" (0.6).
 _NEAR = 0.61
 _MASK = "did you mean mask= (bool, True where the query may attend) or bias= (added to the score)?"
 _LENGTHS = "did you mean {}_lengths=? It is an int, or an integer array of shape (batch, 1)"
@@ -23,7 +23,7 @@ _PAGES = (
     "pages are attention_paged(q, k_pages, v_pages, page_table, kv_lengths), and have no gradient"
 )
 _CALL = "it belongs to the call and not to its score options: attention(q, k, v, {}=...)"
-#: Keywords of flash-attn, PyTorch, JAX, xformers, flashinfer and ONNX, and what serves here.
+#: Keywords of flash-attn, PyTorch, JAX, xformers, flashinfer and ONNX, and what to write here.
 WORDS = {
     **dict.fromkeys(("q", "k", "v", "query", "key", "value", "dout", "lse"), _POSITION),
     **dict.fromkeys(
@@ -85,7 +85,7 @@ WORDS = {
 }
 
 
-#: What serves in functions that have no score options, or other arguments than attention.
+#: What to write in functions without score options or with other arguments than attention.
 _SIZES = (
     "did you mean {}=? Sizes of a cache are KVCache(sequences, heads, head_dim, max_length=...)"
 )
@@ -124,7 +124,7 @@ def unknown_keyword(
     name: str, known: Collection[str], words: Mapping[str, str] = WORDS, kind: str = "score option"
 ) -> Exception:
     """Build the TypeError for a keyword that is none of the ``known`` ones."""
-    from difflib import get_close_matches  # no call that is right needs it
+    from difflib import get_close_matches  # correct calls do not need it
 
     near = get_close_matches(name, known, n=1, cutoff=_NEAR)
     kinds = kind.replace(" ", "s ", 1) if kind.startswith("keyword") else f"{kind}s"
@@ -134,7 +134,7 @@ def unknown_keyword(
 
 
 def answering_words(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a keyword that a function without score options does not have be answered."""
+    """Let a function without score options say what to write instead of an unknown keyword."""
     code = inspect.unwrap(function).__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     positional = names[: code.co_posonlyargcount]
@@ -157,7 +157,7 @@ def answering_words(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def refuse_words(keywords: Collection[str], words: Mapping[str, str]) -> None:
-    """Raise for a keyword that ``words`` answer otherwise than those of attention."""
+    """Raise for a keyword in ``words``, with the answer from there instead of attention's."""
     for name in keywords:
         if name in words:
             raise wrong_type(name, "an unknown keyword", "a score option", words[name])

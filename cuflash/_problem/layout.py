@@ -1,4 +1,4 @@
-"""Where does an operand lie? Byte strides in canonical order, and how wide its rows can be read."""
+"""How is an operand laid out? Byte strides in canonical order, and the widest copy of its rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Layout(NamedTuple):
         return found._replace(page=operand.page)
 
     def copy_bytes(self, columns: int, address_bits: int) -> int:
-        """Widest copy of neighbouring columns, aligned in every row, that divides a row."""
+        """Bytes of the widest copy of columns that is aligned in every row and divides a row."""
         if self.column != self.itemsize:
             return self.itemsize
         bits = columns * self.itemsize | address_bits

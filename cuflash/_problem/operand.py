@@ -1,4 +1,4 @@
-"""Where do the elements of an array lie? Byte strides in canonical order: batch axes, then core."""
+"""How is an array laid out? Byte strides in canonical order: batch axes, then core axes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CANONICAL: Axes = ((-2, -1),) * 4
 
 @dataclass(frozen=True)
 class Operand:
-    """Where the elements of one array lie, in canonical order: batch axes, then core axes.
+    """Memory layout of one array in canonical order: batch axes, then core axes.
 
-    ``strides`` are in bytes and 0 on broadcast axes. ``summed`` says per batch axis whether the
-    array has one element where the problem has more: its gradient is summed over that axis.
-    ``page`` are the bytes from one page of rows to the next, 0 where rows are in no pages.
+    ``strides`` are in bytes, and 0 on broadcast axes. ``summed`` says for each batch axis whether
+    the array has extent 1 where the problem has more: its gradient is summed over that axis.
+    ``page`` is the number of bytes from one page of rows to the next, 0 without pages.
     """
 
     dtype: np.dtype[Any]
@@ -90,9 +90,9 @@ def broadcastable(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
 def index_with_new_axes(
     shape: tuple[int, ...], batch: tuple[int, ...], core: tuple[int, ...]
 ) -> str:
-    """How to index an array of ``shape`` so that it broadcasts to ``batch + core``; "" if never.
+    """An index with which an array of ``shape`` broadcasts to ``batch + core``; "" if none does.
 
-    It has as many of the last axes as can be, and of the batch the first.
+    The array's axes are taken for as many core axes as possible, and for the first batch axes.
     """
     full = batch + core
     for own in {2: ((0, 1), (1,), (0,)), 1: ((0,),), 0: ((),)}[len(core)]:
@@ -106,7 +106,7 @@ def index_with_new_axes(
 
 
 def canonical_view(array: Array, operand: Operand, *, keep_summed: bool = False) -> Array:
-    """View ``array`` in canonical order; broadcast axes have stride 0, or extent 1 if kept."""
+    """View in canonical order. Broadcast axes have stride 0, or extent 1 with ``keep_summed``."""
     shape = operand.shape
     if keep_summed:
         batch = zip(shape, operand.summed, strict=False)
@@ -118,7 +118,7 @@ def canonical_view(array: Array, operand: Operand, *, keep_summed: bool = False)
 
 
 def _same_places(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Whether strides lead to the same elements; that of a single element does not matter."""
+    """Whether strides lead to the same elements; the stride of extent 1 does not matter."""
     return a == b or all(n == 1 or s == t for n, s, t in zip(shape, a, b, strict=True))
 
 

@@ -1,7 +1,7 @@
-"""Which score options are there? One row each, from which the library derives what it can.
+"""Which score options are there? One row for each, from which the library derives what it can.
 
-To add an option: a row here, its typed field and paragraph in ``options.py``, and its meaning in
-three languages: ``reference/_score.py``, ``_host/scores.py`` and ``kernels_cu/score/score.cuh``.
+To add an option, write a row here, its typed field and paragraph in ``options.py``, and its meaning
+in ``reference/_score.py``, ``_host/scores.py`` and ``kernels_cu/score/score.cuh``.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class Option(NamedTuple):
     name: str
     check: Callable[[str, Any], Any]  # (name, value) -> plain value, or an exception
     stage: Stage
-    #: Names of its arrays, each with the core axes "mn", "m", "n" or "" (one value an entry).
+    #: Names of its arrays, each with the core axes "mn", "m", "n" or "" (one value for each entry).
     arrays: dict[str, str] = {}  # noqa: RUF012 - a default that nobody changes
-    #: Problem has its value by this function; 0 and None are the option's absence.
+    #: Gives the field of Problem for the option's value; 0 and None mean that the option is absent.
     number: Callable[[Any], Any] | None = None
-    #: What kernels are compiled for: whether it is there, or the dtype of its array.
+    #: Kernels are compiled for the option's presence ("flag"), or for the dtype of its array.
     compiled: Literal["", "flag", "dtype"] = ""
-    #: Numbers that kernels get: dtype (float32 is float64 for float64), value, a comment.
+    #: Scalar parameters of kernels: dtype (float32 is float64 in float64 kernels), value, comment.
     params: dict[str, tuple[type, Callable[[Any], float], str]] = {}  # noqa: RUF012
-    kernel_arrays: tuple[str, ...] = ()  # arrays made of its own, which kernels get beside them
-    pressure: int = 0  # registers that it takes in a main loop, by rank
-    grad: str = ""  # the field of Gradients, where it has a gradient
-    from_host: bool = False  # its array may lie in host memory beside operands on a GPU
+    kernel_arrays: tuple[str, ...] = ()  # arrays that kernels get too, computed from its own
+    pressure: int = 0  # rank of the registers that it needs in a main loop
+    grad: str = ""  # its field of Gradients, if it has a gradient
+    from_host: bool = False  # may its array be in host memory with operands on a GPU?
     in_problem: bool = True  # does a Problem, which is cached, depend on it?
 
 
@@ -121,6 +121,6 @@ FIELDS = {"q": "dq", "k": "dk", "v": "dv"} | {o.name: o.grad for o in OPTIONS if
 
 
 def of_stages(*stages: Stage) -> tuple[Option, ...]:
-    """The options of these stages, of all if none is named, in the order of stages."""
+    """The options of these stages, or of all stages if none is named, in the order of stages."""
     chosen = [option for option in OPTIONS if not stages or option.stage in stages]
     return tuple(sorted(chosen, key=lambda option: _STAGES.index(option.stage)))

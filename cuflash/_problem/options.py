@@ -1,4 +1,4 @@
-"""What may change the meaning of a score? The frozen, validated set of score options."""
+"""Which options may change a score? The frozen, validated set of score options."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 def signature(array: Array | None) -> Signature | None:
-    """(shape, strides, dtype) of an array: all that validation and kernels depend on."""
+    """(shape, strides, dtype) of an array: validation and kernels depend on nothing else."""
     return None if array is None else (array.shape, array.strides, array.dtype)
 
 
 def _answering(cls: type[T]) -> type[T]:
-    """Let a keyword that a class of options does not have be answered in a sentence."""
+    """Let the constructor of options say what to write instead of an unknown keyword."""
     build = cls.__init__
 
     @functools.wraps(build)
@@ -45,8 +45,8 @@ def _answering(cls: type[T]) -> type[T]:
 class Options:
     """Score options of one attention call, forward and backward.
 
-    Build it once and pass it as ``options=`` so that forward and backward cannot disagree and a
-    repeated call costs one lookup; or pass the same keywords to the functions directly.
+    Build the options once and pass them as ``options=``: forward and backward then cannot disagree,
+    and a repeated call costs one lookup. Or pass the same keywords to the functions directly.
 
     Parameters
     ----------
@@ -55,54 +55,56 @@ class Options:
         ``"bottom_right"`` leave the offset at its default, ``"top_left"`` sets it to 0.
     offset : int, or integer array or list, core shape (), optional
         Position of query 0 among the keys, from -2^59 to 2^59. Default: kv_length - q_length of
-        the batch entry. ``alibi_slopes`` lose digits where queries are far from the keys.
+        the batch entry. ``alibi_slopes`` lose digits if queries are far from the keys.
     window : (left, right), optional
-        Each side ``None`` or an int >= 0: ``m + offset - left <= n <= m + offset + right``.
-        ``causal`` caps ``right`` at 0.
+        Key ``n`` is visible to query ``m`` iff ``m + offset - left <= n <= m + offset + right``.
+        Each side is an int >= 0, or ``None`` for no bound. With ``causal``, ``right`` is 0.
     scale : float, optional
-        Factor of ``q . k``; finite. Default ``1 / sqrt(head_dim)``.
+        Finite factor of ``q . k``. Default: ``1 / sqrt(head_dim)``.
     softcap : float, optional
         ``score = softcap * tanh(score / softcap)``; finite and positive.
     bias : floating array, core shape (m, n), optional
         Added to the score after softcap, in natural units. ``-inf`` hides the key. A finite number
-        such as -1e9 does not: a row of such scores has no digits left for a gradient.
+        such as -1e9 does not: a row with only such scores has no digits left for a gradient.
     mask : bool array, core shape (m, n), optional
         ``True`` where the query may attend to the key.
     q_lengths, kv_lengths : int, or integer array or list, core shape (), optional
-        Number of valid queries and keys of each batch entry; the rest is invisible. Rows beyond
-        ``q_lengths`` are no queries, whatever they hold: out is 0, lse -inf, and every gradient 0.
+        Number of valid queries and keys of each batch entry. The others are ignored, whatever they
+        hold: in rows beyond ``q_lengths`` out is 0, lse is -inf, and every gradient is 0.
     enable_gqa : bool
-        Query heads (the last batch axis) come in consecutive groups that share a key/value head.
+        Consecutive groups of query heads (the last batch axis) share a key/value head.
     alibi_slopes : floating array or, for NumPy, list of numbers, core shape (), optional
-        ``- slope * |m + offset - n|`` is added to the score, usually with a slope for each head.
-        The distance is float32 (float64 for float64): from 2^24 (2^53) on, neighbouring keys have
-        the same distance: for example under an offset of 2^40 in bfloat16.
+        ``slope * |m + offset - n|`` is subtracted from the score, usually with a slope for each
+        head. The distance is float32 (float64 for float64): from 2^24 (2^53) on, neighbouring keys
+        have the same distance, for example with an offset of 2^40 in bfloat16.
     segment_ids : (integer array (.., m), integer array (.., n)), optional
         A query sees a key only if their segment ids are equal.
     sink : floating array, core shape (), optional
-        One more score per query, for a key without a value: it enters the softmax and lse only. A
-        query that sees no key has the sink as its lse.
+        One more score for each query, as of a key without a value: it enters only the softmax and
+        lse. A query that sees no key has the sink as its lse.
     dropout : float
         Probability, rounded to a multiple of 1/65536, that a weight is dropped after the softmax;
         kept weights are divided by ``1 - dropout``. lse does not change.
     seed : int, optional
-        From 0 to 2^64 - 1, required with dropout. :func:`dropout_mask` shows what it keeps.
+        From 0 to 2^64 - 1, required with dropout. :func:`dropout_mask` shows what is kept.
     score_mod : ScoreMod, optional
-        Your own formula for the score, after bias and ALiBi.
+        Your own formula for the score, applied after bias and ALiBi.
     mask_mod : MaskMod, optional
         Your own formula for visibility.
     q_scale, k_scale, v_scale : positive float, or floating array, core shape (b, 1), optional
-        What elements of q, k and v of an 8-bit dtype are multiplied by: see :func:`quantize`.
-        With b = 1 one factor for a whole (sequence, feature) matrix; otherwise one for each block
-        of rows: the smallest power of two of rows with which b blocks cover them all.
+        Factors of the elements of q, k and v with an 8-bit dtype: see :func:`quantize`. With b = 1
+        there is one factor for a whole (sequence, feature) matrix. Otherwise there is one for each
+        of b blocks of rows. The rows of a block are the smallest power of two with which b blocks
+        cover all rows.
 
     Notes
     -----
-    Arrays broadcast against the batch shape of ``q``, heads last: lengths that differ per batch
-    entry of a (batch, heads, m, d) problem have shape (batch, 1). They are held by reference:
-    two options are equal when their plain values are equal and their arrays are the same objects.
-    Numbers are read once, when the options are built; keywords build them in each call. The host
-    does not read lengths and offsets in arrays on a GPU: kernels clamp them to their range.
+    The core shape is the last axes of an array. Its other axes broadcast against the batch shape of
+    ``q``, heads last: lengths that differ between the batch entries of a (batch, heads, m, d)
+    problem have shape (batch, 1). Arrays are held by reference: two ``Options`` are equal if their
+    plain values are equal and their arrays are the same objects. Numbers are read once, when
+    ``Options`` are built; keywords build them in each call. The host does not read lengths and
+    offsets in arrays on a GPU: kernels clamp them to their range.
 
     Examples
     --------
@@ -131,7 +133,7 @@ class Options:
     q_scale: Array | float | None = None
     k_scale: Array | float | None = None
     v_scale: Array | float | None = None
-    #: Plain values and the layouts of arrays: all that a Problem depends on.
+    #: Plain values and the layouts of arrays: a Problem depends on nothing else.
     signature: Any = field(init=False)
     #: The options that are arrays, by name.
     arrays: dict[str, Array] = field(init=False)
@@ -162,14 +164,14 @@ class Options:
             )  # fmt: skip
         layouts = tuple((name, signature(array)) for name, array in arrays.items())
         set_("signature", OptionLayout._make((*plain.values(), layouts)))
-        set_("_hash", hash(self.signature))  # once: a repeated call asks for it
+        set_("_hash", hash(self.signature))  # computed once: a repeated call needs it
         set_("arrays", arrays)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> Any:
-        """Build the options again when unpickling: hashes of strings differ between processes."""
+        """Rebuild the options when unpickling, because string hashes differ between processes."""
         values = {name: getattr(self, name) for name in OPTION_NAMES}
         return functools.partial(type(self), **values), ()
 
@@ -224,11 +226,11 @@ _DEFAULTS = {f.name: f.default for f in fields(Options) if f.init}
 OPTION_NAMES = tuple(_DEFAULTS)
 #: Options that no Problem depends on; a cached signature would keep a formula's arrays alive.
 _APART = tuple(option.name for option in OPTIONS if not option.in_problem)
-#: Types of objects that never change, and hash by value: options of these alone are cached.
+#: Immutable types that hash by value. Options are cached if all their values are of these types.
 _VALUES = frozenset(
     {int, float, bool, str, type(None), np.float64, np.float32, np.int64, np.int32, np.bool_}
 )
-#: Plain values, None for an option that has arrays; and the layouts of these, by name.
+#: Plain values (None for an option that has arrays), and the layouts of arrays by name.
 OptionLayout: Any = namedtuple("OptionLayout", (*OPTION_NAMES, "arrays"))  # type: ignore[misc]
 
 
@@ -238,7 +240,7 @@ _NO_OPTIONS = Options()
 @functools.lru_cache(maxsize=1024, typed=True)
 def _of_values(
     names: tuple[str, ...],
-    sides: tuple[type, ...],  # of the window: (True, 0) is none, but equals (1, 0)
+    sides: tuple[type, ...],  # of the window: (True, 0) is illegal, but equals (1, 0)
     *values: Any,
 ) -> Options:
     kinds = [*map(type, values)]
@@ -259,7 +261,7 @@ def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
         sides = tuple(map(type, window)) if type(window) is tuple else ()
         try:
             return _of_values(tuple(keywords), sides, *keywords.values())
-        except TypeError:  # something may change or is not hashable; a genuine error comes again
+        except TypeError:  # a mutable or unhashable value; a genuine error is raised again
             return Options(**keywords)
     if not isinstance(options, Options):
         raise wrong_type("options", type(options).__name__, "a cuflash.Options")
@@ -273,7 +275,7 @@ def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
 
 
 def arrays_read(options: Options) -> dict[str, Array]:
-    """The arrays that a call with these options reads, by name; arrays of formulas too."""
+    """The arrays that a call with these options reads, by name, including arrays of formulas."""
     mods = {"score_mod": options.score_mod, "mask_mod": options.mask_mod}
     return options.arrays | {
         f"{kind}.arrays[{name!r}]": array
@@ -297,7 +299,7 @@ def gradient_names(wrt: Any, options: Options) -> tuple[str, ...]:
 
 
 def with_arrays(options: Options, arrays: dict[str, Array]) -> Options:
-    """The options with other arrays, by their names in ``Options.arrays``."""
+    """The options with other arrays, which have the names in ``Options.arrays``."""
     changes: dict[str, Any] = {}
     for option in OPTIONS:
         own = tuple(arrays[name] for name in option.arrays if name in arrays)

@@ -1,7 +1,8 @@
-"""What is a call over packed sequences to the kernels? One Problem of all of them.
+"""How is a call over packed sequences described? By one Problem for all sequences.
 
-The problem has the batch axes of q, k and v. Arrays of score options have the sequences as a first
-axis. Only kernels read where sequences end, and they stay within the arrays whatever they find.
+The problem has the batch axes of q, k and v. Arrays of score options have one more first axis, the
+sequences. On a GPU only kernels read the ends of sequences. Whatever the ends are, kernels stay
+within the arrays.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import Options, signature
 from cuflash._problem.problem import Problem, check_arrays, describe
 
-Layouts = tuple[tuple[str, Any], ...]  # (name, shape and strides and dtype) of arrays
+Layouts = tuple[tuple[str, Any], ...]  # (name, (shape, strides, dtype)) of each array
 
 
 def describe_packed(
@@ -31,8 +32,8 @@ def describe_packed(
     precision: str | None,
     out: Array | None = None,
 ) -> Problem:
-    """Validate one call on a GPU; the two ``cu_seqlens`` have been checked."""
-    # What arrays hold differs between sequences.
+    """Validate one call; the two ``cu_seqlens`` have been checked."""
+    # Arrays of options have an axis of sequences, which q, k and v lack: `_packed` adds them.
     absent: dict[str, Any] = {ARRAYS[name][0].name: None for name in options.arrays}
     same = replace(options, **absent)
     whole = describe(q, k, v, same, axes=axes, precision=precision, out=out)
@@ -51,7 +52,7 @@ def _packed(whole: Problem, cu_seqlens: Layouts, arrays: Layouts) -> Problem:
         ("m", whole.seqlen_q, whole.q_length_value),
         ("n", whole.seqlen_k, whole.kv_length_value),
     ):
-        # What an array does not hold is no query and no key, wherever a sequence ends.
+        # Rows beyond an array's extents are no queries and no keys, wherever a sequence ends.
         extents = [
             operand.shape[len(operand.summed) + ARRAYS[name][1].index(axis)]
             for name, operand in operands.items()
@@ -63,7 +64,7 @@ def _packed(whole: Problem, cu_seqlens: Layouts, arrays: Layouts) -> Problem:
 
 
 def _operand(whole: Problem, sequences: int, name: str, layout: Any) -> Operand:
-    """Layout of an option's array: sequences, batch, core."""
+    """Layout of an option's array, with the axes sequences, batch, core."""
     shape, core = layout[0], ARRAYS[name][1]
     full = (sequences, *whole.batch_shape)
     split = len(shape) - len(core)

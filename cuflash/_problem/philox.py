@@ -1,8 +1,8 @@
 """Which scores does dropout keep? Philox4x32-7, the same bits in NumPy, CuPy and the kernels.
 
 Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") maps a counter of four
-32-bit words and a key, the seed's two words, to four random words in seven rounds, the
-fewest that pass BigCrush (it was ten before 0.2). Each word serves two scores with 16 bits each.
+32-bit words and a key, the seed's two words, to four random words. It takes seven rounds, the
+fewest that pass BigCrush (ten before version 0.2). Each word holds 16 bits for each of two scores.
 One thread holds the eight scores of one counter in two neighbouring fragments of a tensor-core
 product::
 
@@ -13,7 +13,7 @@ product::
     bits    = half (number mod 2) of word (number div 2)
 
 where ``entry`` is the flat index of batch and head within the call. A score is dropped iff
-``bits < round(65536 p)``, and what is kept is divided by ``1 - round(65536 p) / 65536``.
+``bits < round(65536 p)``. Weights that are kept are divided by ``1 - round(65536 p) / 65536``.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ BLOCK = 16
 
 
 class Origin(NamedTuple):
-    """Which score of a whole call is the first one of a part of it, so that both draw one mask."""
+    """Place in a whole call of the first score of a part, so that both draw the same mask."""
 
     entry: int = 0
-    heads_elsewhere: int = 0  # of each batch entry, that the part has not
+    heads_elsewhere: int = 0  # heads of each batch entry that the part lacks
     query: int = 0
     key: int = 0
 
@@ -45,17 +45,17 @@ WHOLE = Origin()
 
 
 def threshold(p: float) -> int:
-    """How many of 65536 values of 16 bits drop a score."""
+    """How many of the 65536 values of 16 random bits drop a score."""
     return round(65536 * p)
 
 
 def rounded(p: float) -> float:
-    """The probability that 16 random bits give."""
+    """The probability ``p``, rounded to what 16 random bits can give."""
     return threshold(p) / 65536
 
 
 def kept_scale(p: float) -> float:
-    """Factor of the scores that are kept; 0 where none is."""
+    """Factor of the weights that are kept; 0 if none is."""
     dropped = threshold(p)
     return 65536 / (65536 - dropped) if dropped < 65536 else 0.0
 
@@ -71,7 +71,7 @@ def kept(entries: Array, rows: slice, cols: slice, p: float, seed: int, xp: Modu
         [x, y, entries & np.uint64(_WORD), entries >> np.uint64(32)], (seed & _WORD, seed >> 32), xp
     )
     lead = words[0].shape[:-2]
-    # (entries, block, row div 8, row in 8, block, column div 8, number of x, column in 2)
+    # Axes: entries, block, row div 8, row mod 8, block, column div 8, x mod 4, column mod 2.
     blocks = xp.empty((*lead, last_m - first_m, 2, 8, last_n - first_n, 2, 4, 2), bool)
     halves = (half for word in words for half in (word & np.uint64(0xFFFF), word >> np.uint64(16)))
     for number, half in enumerate(halves):
@@ -83,7 +83,7 @@ def kept(entries: Array, rows: slice, cols: slice, p: float, seed: int, xp: Modu
 
 
 def _philox(counter: list[Array], key: tuple[int, int], xp: ModuleType) -> list[Array]:
-    """Four random words, as uint64 arrays, of counter words that broadcast."""
+    """Four random words, as uint64 arrays, for counter words that broadcast."""
     c = list(xp.broadcast_arrays(*counter))
     k0, k1 = key
     for _ in range(_ROUNDS):

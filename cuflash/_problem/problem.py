@@ -1,7 +1,7 @@
 """Is this call legal, and what exactly does it compute? Arrays and options -> frozen Problem.
 
-A Problem is metadata only: extents, byte strides and flags. It is hashable and cached by the layout
-of a call, so that a repeated call costs one lookup.
+A Problem is metadata only: extents, byte strides and flags. It is hashable, and cached by the
+layout of a call, so that a repeated call costs one lookup.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from cuflash._problem.philox import WHOLE, Origin
 
 HALVES = FLOATS[:2]
 _MATRICES = ("q", "k", "v", "dout")
-_MAX_BATCH_AXES = 30  # with both of the core, as many as NumPy broadcasts
+_MAX_BATCH_AXES = 30  # with the two core axes, as many as NumPy broadcasts
 _NUMBERS = {option.name: option.number for option in OPTIONS if option.number}
-#: What Problem has of the option table: an Operand or None for each array, and the numbers.
+#: Fields of Problem from the option table: an Operand or None for each array, and the numbers.
 _OfOptions: Any = make_dataclass(
     "_OfOptions", [(name, Any, None) for name in (*ARRAYS, *_NUMBERS)], frozen=True, kw_only=True
 )
 
 
 class Pages(NamedTuple):
-    """How a table puts rows of k and v in order that lie in pages."""
+    """Rows of k and v in pages, and the table that puts them in order."""
 
     table: Operand  # int32, (pages of an entry,)
     size: int  # rows of a page
@@ -55,11 +55,11 @@ class Problem(_OfOptions):  # type: ignore[misc]
     """One validated attention problem.
 
     ``batch`` are the canonical batch axes, heads last. Under GQA the head axis appears as the two
-    axes (num_heads_kv, group_size), and k, v are broadcast along the second: GQA is a broadcast.
+    axes (num_heads_kv, group_size), and k and v are broadcast along the second.
     """
 
     batch: tuple[int, ...]
-    batch_shape: tuple[int, ...]  # the caller's: lse has batch_shape + (m,)
+    batch_shape: tuple[int, ...]  # the caller's batch axes: lse has batch_shape + (m,)
     seqlen_q: int
     seqlen_k: int
     head_dim: int
@@ -70,7 +70,7 @@ class Problem(_OfOptions):  # type: ignore[misc]
     k: Operand
     v: Operand
     out: Operand
-    out_shape: tuple[int, ...]  # in the caller's axes order
+    out_shape: tuple[int, ...]  # in the caller's order of axes
     axes: Axes
     offset_value: int | None
     q_length_value: int | None
@@ -79,15 +79,15 @@ class Problem(_OfOptions):  # type: ignore[misc]
     window_left: int | None
     window_right: int | None
     scale: float
-    #: Where packed sequences end, (sequences + 1,): options then have the sequences as a first
-    #: batch axis, which q, k and v have not.
+    #: Cumulative lengths of packed sequences, (sequences + 1,). Arrays of options then have the
+    #: sequences as a first batch axis, which q, k and v lack.
     cu_seqlens_q: Operand | None = None
     cu_seqlens_k: Operand | None = None
-    formulas: Formulas | None = None  # where kernels compute
-    origin: Origin = WHOLE  # of a part of a call, for dropout and formulas
-    joins: bool = False  # is there a result over other keys, which this one joins?
-    pages: Pages | None = None  # where rows of k and v are in pages
-    num_queries: int | None = None  # where rows are heads times so many queries, with a bound
+    formulas: Formulas | None = None  # for kernels only
+    origin: Origin = WHOLE  # place of a part in its call, for dropout and formulas
+    joins: bool = False  # is the result joined with a result over other keys?
+    pages: Pages | None = None  # if rows of k and v are in pages
+    num_queries: int | None = None  # PackGQA with bounds: queries of each head in rows
 
     def __hash__(self) -> int:
         return self._hash
@@ -98,7 +98,7 @@ class Problem(_OfOptions):  # type: ignore[misc]
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def has(self, option: Option) -> bool:
-        """Whether an option that has an array or a number is there."""
+        """Whether this option, which has an array or a number, is present."""
         return getattr(self, next(iter(option.arrays), option.name)) not in (None, 0)
 
     @property
@@ -108,24 +108,24 @@ class Problem(_OfOptions):  # type: ignore[misc]
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """The caller's shape of lse."""
+        """The shape of lse in the caller's axes."""
         return (*self.batch_shape, self.seqlen_q)
 
     @property
     def window_keys(self) -> int | None:
-        """How many keys a query sees at most; None without a bound on either side."""
+        """The most keys that a query's window holds; None unless both sides have a bound."""
         if self.window_left is None or self.window_right is None:
             return None
         return self.window_left + self.window_right + 1
 
     @property
     def num_heads(self) -> int:
-        """Query heads, 1 without such an axis; at least 1."""
+        """Number of query heads; 1 without an axis of heads, or if it is empty."""
         return max(self.batch_shape[-1], 1) if self.batch_shape else 1
 
     @property
     def group_size(self) -> int | None:
-        """Query heads of each key/value head; None without GQA."""
+        """Number of query heads of each key/value head; None without GQA."""
         return self.batch[-1] if len(self.batch) != len(self.batch_shape) else None
 
 
@@ -218,7 +218,7 @@ def _describe(
         if getattr(options, name) is not None:
             of_options[name] = number(getattr(options, name))
     left, right = options.window or (None, None)
-    own = HALVES[::-1] if dtype == E4M3 else (dtype,)  # the first where none is given
+    own = HALVES[::-1] if dtype == E4M3 else (dtype,)  # of out; the first is the default
     out_layout = _out_layout(out, batch_shape, (seqlen_q, head_dim_v), axes, own)
     return Problem(
         batch=batch,
@@ -246,13 +246,13 @@ def _describe(
     )
 
 
-#: The same problem for the same changes: what is hashed once is found by identity.
+#: ``replace`` with a cache: equal changes give the same object, whose hash is computed once.
 changed: Any = functools.lru_cache(maxsize=1024)(replace)
 
 
 @functools.lru_cache(maxsize=4096)
 def in_pages(problem: Problem, k: Signature, v: Signature, table: Signature) -> Problem:
-    """The problem whose keys and values lie in pages.
+    """The problem with keys and values in pages.
 
     ``k`` and ``v`` are (pages,) + heads + (page_size, d); the table is (sequences,) + (1, ..) for
     heads + (pages of a sequence,).
@@ -283,7 +283,7 @@ def _gradient_operand(problem: Problem, name: str, array: Signature) -> Operand:
 
 
 def common_dtype(dtypes: dict[str, np.dtype[Any]]) -> np.dtype[Any]:
-    """The dtype that q, k, v promote to; a TypeError for dtypes that cannot meet."""
+    """The dtype that q, k, v promote to; TypeError for dtypes that do not promote."""
     for name, dtype in dtypes.items():
         if dtype not in FLOATS and dtype != E4M3:
             fix = f"write {name}.astype(np.float32)" if dtype.kind in "iub" else ""
@@ -338,7 +338,7 @@ def _out_layout(
     axes: Axes,
     dtypes: tuple[np.dtype[Any], ...],
 ) -> Signature:
-    """The result's layout: the given array's, or C order in the caller's axes order."""
+    """The layout of the given array, or of a result in C order of the caller's axes."""
     ndim = len(batch_shape) + 2
     of_core = dict(zip(core_axes("out", (1,) * ndim, axes[3]), core, strict=True))
     remaining = iter(batch_shape)
@@ -364,9 +364,9 @@ def _checked_length(name: str, value: int | None, extent: int) -> int | None:
 
 
 def check_arrays(problem: Problem, options: Options, q: Array) -> None:
-    """Raise unless arrays lie where q lies, and integers that the host can read are in range.
+    """Raise unless option arrays are on the device of q, and integers in host memory in range.
 
-    Lengths and offsets may come from the host; kernels clamp values on a device.
+    Lengths and offsets may be in host memory. Kernels clamp their values on a device.
     """
     for name, array in options.arrays.items():
         if is_cupy(array) or not ARRAYS[name][0].from_host:

@@ -1,4 +1,4 @@
-"""How does a user's own formula enter a score or decide who sees whom?"""
+"""How does a user's own formula change a score, or decide which keys a query sees?"""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cuflash._arrays import Array, deeply_copied, native
 from cuflash._errors import shown, wrong_type, wrong_value
 
 _RESERVED = ("score", "b", "h", "q", "k")
-#: Not what C++ and CUDA keep to themselves (two underscores, one before a capital), nor ours.
+#: Excludes names that C++ and CUDA reserve (two underscores, one before a capital), and our own.
 _IDENTIFIER = re.compile(r"(?!.*__|_[A-Z]|CUFLASH_|formula_)[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-#: Of C++20, types and macros that are in scope, and names of kernels_cu/score/formulas.cuh.
+#: Words of C++20, types and macros in scope, and names of kernels_cu/score/formulas.cuh.
 _WORDS = frozenset(re.findall(r"\w+", """
     alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t
     char32_t char8_t class co_await co_return co_yield compl concept const const_cast
@@ -37,7 +37,7 @@ _STEP = 1e-4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Modifier:
-    """What both kinds have; without this line a signature would be made for documentation."""
+    """Fields of both kinds. Without this docstring, dataclass would write a signature here."""
 
     expression: str
     arrays: Mapping[str, Array] = field(default_factory=dict, kw_only=True)
@@ -62,7 +62,7 @@ class _Modifier:
         object.__setattr__(self, "arrays", MappingProxyType(checked))
 
     def __reduce__(self) -> Any:
-        """Build the formula again when unpickling: what keeps its arrays has no pickle."""
+        """Rebuild the formula when unpickling, because a MappingProxyType cannot be pickled."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return functools.partial(type(self), **values | {"arrays": dict(self.arrays)}), ()
 
@@ -76,24 +76,26 @@ class ScoreMod(_Modifier):
     Parameters
     ----------
     expression : str
-        CUDA C++ expression of ``score`` (float, or double for float64), ``b``, ``h``, ``q``, ``k``
-        (int: batch entry, head, query, key) and the names in ``arrays``, as in
-        :class:`cupy.ElementwiseKernel`; without ``#include`` and its like.
+        CUDA C++ expression, as in :class:`cupy.ElementwiseKernel`. Its names are ``score`` (float,
+        or double for float64 inputs), the ints ``b``, ``h``, ``q``, ``k`` (batch entry, head,
+        query, key) and the names in ``arrays``. Preprocessor lines such as ``#include`` raise.
     grad : str
-        Its derivative with respect to ``score``, of the same names.
+        Derivative of ``expression`` with respect to ``score``, as an expression of the same names.
     arrays : mapping of str to array, optional
-        Named arrays that the formulas index, of the library of q. To the CUDA formulas each is a
-        pointer to its elements in C order (16-bit floats as float); at most 6.
+        Arrays that the formulas index, by name, of the same library as q; at most 6 on a GPU. In
+        CUDA each is a pointer to its elements in C order (16-bit floats as float).
     host : callable
-        ``host(score, b, h, q, k, **arrays)``: the formula on NumPy arrays that broadcast; it may
-        overwrite them, but not ``arrays``. Where it raises, nothing has been written.
+        ``host(score, b, h, q, k, **arrays)`` computes the formula on NumPy arrays that broadcast.
+        It may overwrite them, but not ``arrays``. If it raises, nothing has been written.
     host_grad : callable
-        Its derivative with respect to ``score``.
+        ``host_grad(score, b, h, q, k, **arrays)``: derivative of ``host`` with respect to
+        ``score``.
 
     Raises
     ------
     TypeError, ValueError
-        For a formula that is no text or not callable, or a name that is no identifier.
+        If an expression is not text, a host function is not callable, or a name is not an
+        identifier that C++ and Python allow.
 
     Examples
     --------
@@ -122,12 +124,12 @@ class ScoreMod(_Modifier):
     def check(self, low: float = -10.0, high: float = 10.0) -> None:
         """Raise ValueError unless ``host_grad`` is the slope of ``host`` from ``low`` to ``high``.
 
-        Compared with fourth-order central differences at entry 0, query 0 and key 0. ``host`` has
-        to be a number there or -inf, which hides a key, and ``host_grad`` finite.
+        It is compared with fourth-order central differences at entry 0, query 0 and key 0. There
+        ``host`` must be a number, or -inf, which hides a key, and ``host_grad`` must be finite.
         """
         try:
             first, last = float(low), float(high)
-        except Exception:  # of an object of the caller's
+        except Exception:  # any error of a caller's object
             first = last = math.nan
         if not -math.inf < first < last < math.inf:
             raise wrong_value(
@@ -146,7 +148,7 @@ class ScoreMod(_Modifier):
             slope = 8 * (of("host", _STEP) - of("host", -_STEP))
             slope = (slope - (of("host", 2 * _STEP) - of("host", -2 * _STEP))) / (12 * _STEP)
             given = of("host_grad")
-            # Rounding of the quotient: 2 values of size |f| over 12 steps, 18 in weight.
+            # Rounding of the quotient: values of size |f| with weights of 18 in all, over 12 steps.
             rounding = 1.5 * np.finfo(float).eps * (np.abs(value) + np.abs(score)) / _STEP
             right = np.abs(given - slope) <= 8 * rounding + 1e-6 * np.abs(slope)
         undefined = np.isnan(value) | np.isposinf(value)
@@ -156,7 +158,7 @@ class ScoreMod(_Modifier):
                 "host", f"{value[i]} at score {score[i]:.6g}", "a number or -inf",
                 "low and high say where the formula has values",
             )  # fmt: skip
-        # Beside a key that is hidden there is no slope, but 0 times it has to be 0.
+        # Near a hidden key there is no slope; there, 0 times host_grad has to be 0.
         right = np.where(np.isfinite(slope), right, np.isfinite(given))
         if not right.all():
             error = np.where(right, -1, np.nan_to_num(np.abs(given - slope), nan=np.inf))
@@ -167,22 +169,22 @@ class ScoreMod(_Modifier):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskMod(_Modifier):
-    """A formula that decides which pairs see each other, besides every other option.
+    """A formula that decides which keys a query sees, in addition to the other options.
 
     Parameters
     ----------
     expression : str
-        CUDA C++ expression, true where the query may attend, of ``b``, ``h``, ``q``, ``k`` and the
-        names in ``arrays``.
+        CUDA C++ expression of ``b``, ``h``, ``q``, ``k`` and the names in ``arrays``, as in
+        :class:`ScoreMod`. It is true where the query may attend to the key.
     arrays : mapping of str to array, optional
-        Named arrays that the formula indexes, as in :class:`ScoreMod`.
+        Arrays that the formula indexes, by name, as in :class:`ScoreMod`.
     host : callable
-        ``host(b, h, q, k, **arrays)``: the formula on NumPy arrays that broadcast.
+        ``host(b, h, q, k, **arrays)`` computes the formula on NumPy arrays that broadcast.
 
     Raises
     ------
     TypeError, ValueError
-        As :class:`ScoreMod`.
+        As in :class:`ScoreMod`.
 
     Examples
     --------
@@ -196,7 +198,7 @@ class MaskMod(_Modifier):
 
 
 def lent(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Arrays as formulas get them: NumPy lets them write nothing there."""
+    """The arrays that formulas get: NumPy arrays are passed as read-only views."""
     views = {name: array[...] for name, array in arrays.items()}
     for view in views.values():
         if isinstance(view, np.ndarray):
@@ -207,7 +209,7 @@ def lent(arrays: Mapping[str, Array]) -> dict[str, Array]:
 def result_of(
     name: str, result: Any, shape: tuple[int, ...], kinds: str, xp: ModuleType = np
 ) -> Array:
-    """What a formula returned, as an array of ``shape`` and of these dtype kinds."""
+    """The result of a formula as an array of ``shape``; raise for other dtype kinds."""
     try:
         array = xp.asarray(result)
     except (TypeError, ValueError) as error:  # a ragged list

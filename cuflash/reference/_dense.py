@@ -1,4 +1,4 @@
-"""What are attention, its gradient and its relatives? Dense formulas of whole matrices."""
+"""How are attention, its gradient and their relatives defined? By formulas of dense matrices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scores(
     dtype: Any = np.float64,
     **score_options: Unpack[ScoreOptions],
 ) -> Array:
-    """Final scores, batch + (m, n), with -inf where a key is invisible to a query.
+    """The final scores, batch + (m, n), with -inf where a query does not see a key.
 
     Examples
     --------
@@ -65,7 +65,7 @@ def attention(
 ) -> Any:
     """Dense attention; see :func:`cuflash.attention` for parameters.
 
-    Elements of 8 bits are multiplied by their scales first, in ``dtype``.
+    8-bit arrays are first multiplied by their scales, in ``dtype``.
 
     Examples
     --------
@@ -112,15 +112,15 @@ def attention_backward(
         dbias = dscore,   dslope = -sum(dscore * |m + offset - n|)
         dsink = -sum over rows of exp(sink - lse) * delta
 
-    Of 8-bit inputs q, k and v are their elements times their scales, and so are the gradients with
-    respect to these.
+    For 8-bit inputs, q, k and v in these formulas are the dequantised arrays (elements times their
+    scales), and the gradients are with respect to them.
 
     Examples
     --------
     >>> import numpy as np, cuflash
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 5, 4))
     >>> grads = cuflash.reference.attention_backward(np.ones((5, 4)), q, k, v)
-    >>> grads.dv.sum(axis=0)  # each of the 5 queries gives its weight away
+    >>> grads.dv.sum(axis=0)  # the weights of each of the 5 queries sum to 1
     array([5., 5., 5., 5.])
     """
     del out, lse
@@ -277,8 +277,9 @@ def weights(
 def merge(outs: Any, lses: Any, axis: int = 0, *, dtype: Any = np.float64) -> AttentionResult:
     """Combine attention over disjoint sets of keys, parts along ``axis``.
 
-    ``lse = log(sum_i exp(lse_i))``, ``out = sum_i exp(lse_i - lse) out_i``; a part with
-    lse = -inf is neutral, its out is not read. Any other part counts, however small its weight.
+    ``lse = log(sum_i exp(lse_i))``, ``out = sum_i exp(lse_i - lse) out_i``. A part with
+    lse = -inf has no effect, and its out is not read. Any other part counts, however small its
+    weight.
 
     Examples
     --------
@@ -330,12 +331,12 @@ def merge_backward(
 
 
 def _without_values(axes: Any) -> Any:
-    """Axes for a call in which keys stand for values."""
+    """Axes for a call that passes the keys as values, too."""
     return None if axes is None else (axes[0], axes[1], axes[1], (-2, -1))
 
 
 def _seen_product(a: Array, b: Array, seen: Array) -> Array:
-    """``a @ b`` where ``a`` is 0 outside ``seen``; non-finite ``b`` reaches only rows seeing it."""
+    """``a @ b``, ``a`` being 0 outside ``seen``: non-finite ``b`` affects only rows that see it."""
     finite = np.isfinite(b)
     if finite.all():
         return np.matmul(a, b)
@@ -353,7 +354,7 @@ def _sum_heads_to(gradient: Array, shape: tuple[int, ...], options: Options) -> 
 
 
 def _sum_to(gradient: Array, shape: tuple[int, ...]) -> Array:
-    """Sum over axes that ``shape`` lacks or has of extent 1."""
+    """Sum over axes that ``shape`` lacks, or that have extent 1 in ``shape``."""
     gradient = gradient.sum(tuple(range(gradient.ndim - len(shape))))
     axes = tuple(i for i, n in enumerate(shape) if n == 1 and gradient.shape[i] != 1)
     return gradient.sum(axes, keepdims=True)

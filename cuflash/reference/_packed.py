@@ -1,4 +1,4 @@
-"""What is attention over packed sequences? A padded batch with lengths, and its results packed."""
+"""How is attention over packed sequences defined? As a padded batch with lengths, packed again."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def attention_varlen(
 ) -> Any:
     """Attention over packed sequences: a padded batch (sequences,) + batch with lengths.
 
-    The ``b`` of formulas counts the entries of this batch without heads; where batch has no axis
-    before heads, it counts sequences. Without a heads axis ``h`` is 0.
+    In formulas ``b`` counts the entries of this batch without heads. If batch has no axis before
+    heads, it counts sequences. Without a heads axis ``h`` is 0.
 
     Examples
     --------
@@ -117,7 +117,7 @@ class _Batch:
             [slice(int(a), int(b)) for a, b in itertools.pairwise(ends)]
             for ends in (cu_seqlens_q, cu_seqlens_k)
         )
-        # Leading axes of extent 1, so that a new first axis is the same axis of all.
+        # Leading axes of extent 1, so that the new first axis is the same axis of q, k and v.
         ndim = max(a.ndim for a in self.inputs)
         q, k, v = (a[(None,) * (ndim - a.ndim)] for a in self.inputs)
         self.total_q = q.shape[-2]
@@ -138,7 +138,7 @@ def _padded(packed: Array, slices: list[slice]) -> Array:
 
 
 def _packed(padded: Array, slices: list[slice], total: int, elsewhere: float = 0) -> Array:
-    """The inverse of `_padded`; ``elsewhere`` in rows of no sequence."""
+    """The inverse of `_padded`; rows that belong to no sequence are ``elsewhere``."""
     packed = np.full((*padded.shape[1:-2], total, padded.shape[-1]), elsewhere, padded.dtype)
     for i, s in enumerate(slices):
         packed[..., s, :] = padded[i, ..., : s.stop - s.start, :]
@@ -171,7 +171,7 @@ def _padded_options(
 
 
 def _without_heads(mod: Any) -> Any:
-    """The formula for a batch (sequences,): `_places` takes its only axis for heads."""
+    """The formula with ``b`` and ``h`` swapped: `_places` takes the axis of sequences for heads."""
 
     def swapped(formula: Any) -> Any:
         def of_sequence(*args: Array, **arrays: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What is attention over a paged cache, and what is a rotary embedding? Pages put in order."""
+"""How are attention over pages and rotary embedding defined?"""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def attention_paged(
     dtype: Any = np.float64,
     **score_options: Unpack[ScoreOptions],
 ) -> Any:
-    """Attention with the pages of each sequence one after the other, and ``kv_lengths``.
+    """Attention over the pages of each sequence put in order, with ``kv_lengths``.
 
-    Key n of sequence s is row ``n % page_size`` of page ``page_table[s, n // page_size]``; numbers
-    below the first page or beyond the last are those of the first and the last.
+    Key n of sequence s is row ``n % page_size`` of page ``page_table[s, n // page_size]``. Numbers
+    below the first page or beyond the last are clamped.
 
     Examples
     --------
@@ -54,7 +54,7 @@ def attention_paged(
 
 
 def _in_order(pages: Array, numbers: Array) -> Array:
-    """Pages (pages,) + heads + (page_size, d) as rows (sequences,) + heads + (keys, d)."""
+    """Pages, (pages,) + heads + (page_size, d), as rows, (sequences,) + heads + (keys, d)."""
     rows = np.moveaxis(pages[numbers], 1, -3)
     *heads, columns, size, d = rows.shape
     return rows.reshape(*heads, columns * size, d)
@@ -70,7 +70,7 @@ def rotary(
     inverse: bool = False,
     dtype: Any = np.float64,
 ) -> Array:
-    """Each pair of features as a complex number, times ``exp(i * position * frequency)``.
+    """Multiply each pair of features, as a complex number, by ``exp(i * position * frequency)``.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What is a score? Dense, and who sees whom: the steps of a score in their order."""
+"""How are scores defined, and which keys does a query see? The steps of a score in order, dense."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_AXES = ((-2, -1),) * 4
 
 
 def visible(options: Options, batch: tuple[int, ...], seqlen_q: int, seqlen_k: int) -> Array:
-    """Which keys each query may see by lengths, causality, window and mask: batch + (m, n).
+    """Which keys each query sees by lengths, causality, window, masks and ids: batch + (m, n).
 
     Examples
     --------
@@ -98,7 +98,7 @@ def kept_factor(options: Options, shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 def sink_of_rows(options: Options, score: Array, dtype: Any) -> Array:
-    """The sink of each row, batch + (m,); -inf is none, as in rows that are no queries."""
+    """The sink of each row, batch + (m,); -inf without a sink and in rows beyond ``q_lengths``."""
     sink = np.asarray(-np.inf if options.sink is None else options.sink).astype(dtype)
     *batch, seqlen_q, _ = score.shape
     lengths = _per_entry(options.q_lengths, seqlen_q, tuple(batch))[..., 0]
@@ -108,7 +108,7 @@ def sink_of_rows(options: Options, score: Array, dtype: Any) -> Array:
 def operands(
     q: Array, k: Array, v: Array, options: Options, axes: Any, dtype: Any
 ) -> tuple[Array, Array, Array]:
-    """Canonical order, one dtype, q with every batch axis; k, v repeated per group under GQA."""
+    """q, k and v in canonical order and one dtype; q has all batch axes, GQA repeats k and v."""
     arrays = {}
     for (name, array), pair in zip({"q": q, "k": k, "v": v}.items(), axes or NO_AXES, strict=False):
         if not isinstance(native(name, array), np.ndarray):
@@ -126,7 +126,7 @@ def operands(
 
 
 def dequantized(array: Array, scale: Any, pair: tuple[int, int], dtype: Any) -> Array:
-    """Canonical order; elements times their factor, where they have one."""
+    """The array in canonical order, times its scale if it has one."""
     rows = to_canonical(array, pair).astype(dtype)
     if scale is None:
         return rows
@@ -152,7 +152,7 @@ def scale_of(options: Options, head_dim: int, dtype: Any) -> Any:
 
 
 def score_and_slopes(q: Array, k: Array, options: Options, dtype: Any) -> tuple[Array, ...]:
-    """Final scores, -inf where invisible; what is visible; derivatives of softcap and score_mod."""
+    """Final scores (-inf if invisible), visibility, and derivatives of softcap and score_mod."""
     batch, (seqlen_q, seqlen_k) = q.shape[:-2], (q.shape[-2], k.shape[-2])
     seen = visible(options, batch, seqlen_q, seqlen_k)
     score = scale_of(options, q.shape[-1], dtype) * np.matmul(q, np.swapaxes(k, -1, -2))
