@@ -11,8 +11,9 @@ import numpy as np
 
 from cuflash._arrays import Array, array_module, write_rounded
 
-#: Elements that a thread takes. In CuPy's own kernels a thread takes one: 16.7 M elements take 80 us
-#: to be copied in 16 bits or rounded to 16 from float32. Memory takes 16 or 24 (H200, 2026-11-28).
+#: Elements that a thread takes. A thread of CuPy's own kernels takes one: 16.7 M elements then take
+#: 80 us to be copied in 16 bits, or rounded to them from float32. Memory would take 16 or 24 us
+#: (H200, 2026-11-28).
 NEIGHBOURS = 8
 _LOAD_BYTES = 16  # the most that a thread reads or writes at once
 _BLOCK_SIZE = 256
