@@ -26,7 +26,7 @@ SMALL_PRODUCT, SMALL_MATRIX = 2**18, 2**13
 
 
 class _Limit:
-    """Sets BLAS to one thread while calls run, which it counts; then restores the numbers."""
+    """Sets BLAS to one thread while calls run, and restores its threads after the last of them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -199,10 +199,10 @@ class Items(Generic[T]):
 
 
 def worth(most: int, operations: float) -> int:
-    """Threads, at most ``most``, that each have enough operations."""
+    """Number of threads, at most ``most``, with enough operations for each."""
     return max(1, min(most, int(operations / WORTH_A_THREAD)))
 
 
 def pieces_for(threads: int, most: int, operations: float) -> int:
-    """Pieces of work: one for each thread, and more where there is enough of it."""
+    """Number of pieces: one for each thread, and more where there is enough work."""
     return max(threads, min(most, int(operations / (2 * WORTH_A_THREAD))))

@@ -43,7 +43,7 @@ _PIECES_A_THREAD = 4  # several, so that threads end at about the same time
 
 @contextlib.contextmanager
 def written_at_the_end(options: Options, *results: Array) -> Iterator[tuple[Array, ...]]:
-    """Yield ``results`` to fill, or copies where a formula may raise: then nothing is written."""
+    """Yield ``results`` to fill, or copies if a formula may raise: an error then writes nothing."""
     if options.score_mod is None and options.mask_mod is None:
         yield results
         return

@@ -44,7 +44,7 @@ class Report(NamedTuple):
 
     registers: int  # registers of a thread
     spill_bytes: int  # of stores and loads together
-    stack_bytes: int
+    stack_bytes: int  # of stack frames
     warnings: tuple[str, ...]  # lines of the log
     cubin: bytes
 
@@ -102,7 +102,7 @@ def _made_of(config: KernelConfig, arch: str) -> tuple[str, ...]:
 
 
 def _kept(made_of: tuple[str, ...], version: str) -> Iterator[bytes | None]:
-    """Stored cubins of this source, best first, or None. NVRTC is loaded as late as possible."""
+    """Stored cubins of this source, best first; None for a missing one. NVRTC is loaded last."""
     if cubin_cache.shared_folders():
         yield cubin_cache.load_shared(cubin_cache.name_of(*made_of))
     noted = compiler_id.noted()

@@ -46,7 +46,7 @@ class Operands(NamedTuple):
 
     dtype: Dtype  # of q, k, v and dout
     out_dtype: Dtype  # of out, or of the gradients that the kernel writes
-    copy_bytes: int  # widest copy that strides and alignment of every operand allow: 2 to 16
+    copy_bytes: int  # bytes of the widest copy that all strides and alignments allow: 2 to 16
     head_dim_v: int  # padded head size of v and out
 
     def check(self) -> None:
@@ -63,7 +63,7 @@ class Products(NamedTuple):
 
     head_dim: int  # padded head size of q and k
     precision: Precision
-    wide_float64: bool  # has the device float64 products of 16 rows (sm_90 and later)?
+    wide_float64: bool  # are elements float64, and products 16 rows high (sm_90 and later)?
     simt: bool = False  # do CUDA cores multiply, with operands read from global memory?
 
     def check(self) -> None:
@@ -187,7 +187,7 @@ class KernelConfig:
 
     @classmethod
     def warps_for(cls, rows: int) -> int:
-        """Warps of a thread block if each block of a cluster owns ``rows`` rows, 16 to a warp."""
+        """Warps of a thread block, if it owns ``rows`` rows: one for 16 rows of its cluster."""
         return cls.cluster_blocks * rows // 16 + cls.other_warps
 
     @property

@@ -93,7 +93,7 @@ ROWS = (
 )
 WIDEST_LOOK_UP = 128  # largest head size with shared memory for a mask or a bias
 _MASK_STAGES = 2  # buffers of a mask
-_BIAS_BYTES = 4  # bytes of a value of a bias times buffers
+_BIAS_BYTES = 4  # bytes of one value of a bias in all buffers
 _MOST_PRESSURE = 4  # most register_pressure beside blocks of 128 keys at head size 128
 _NARROW = 4096  # most keys that a query sees in a narrow window
 _GAIN_OF_192_ROWS = 1.15  # most rows of the busiest SM, over its rows with tiles of 128 (D15)

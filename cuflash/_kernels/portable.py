@@ -101,7 +101,7 @@ def is_short(problem: Problem) -> bool:
 
 
 def can_hold_bias(problem: Problem) -> bool:
-    """Whether there is a bias of at most 4 bytes, and no ``score_mod`` beside it."""
+    """Whether there is a bias with elements of at most 4 bytes, and no ``score_mod``."""
     asked = problem.formulas is not None and problem.formulas.score_mod
     return problem.bias is not None and problem.bias.dtype.itemsize <= 4 and not asked
 

@@ -23,7 +23,7 @@ class Request(NamedTuple):
     capability: int = 90  # compute capability, 90 for sm_90
     smem_limit: int = 227 << 10  # bytes of shared memory that one thread block may have
     num_sms: int = 132  # SMs of the device; 0: choose as if every SM had rows enough
-    copy_bytes: int = 16  # widest copy that strides and alignment of every operand allow
+    copy_bytes: int = 16  # bytes of the widest copy that all strides and alignments allow
     deterministic: bool = True  # must sums have a fixed order?
     keys: frozenset[str] = frozenset()  # "k" for dk, "v" for dv: the gradients that are wanted
     device: str = ""  # name of the device

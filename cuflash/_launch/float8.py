@@ -18,8 +18,8 @@ from cuflash._problem.float8 import E4M3
 from cuflash._select import hardware
 
 _READ = ("float16", "bfloat16", "float32")
-_LANE_BYTES = 16  # that a lane reads at once
-_FIRST_WITH_FLOAT8 = 89  # the compute capability with conversions to 8 bits
+_LANE_BYTES = 16  # bytes that a lane reads at once
+_FIRST_WITH_FLOAT8 = 89  # first compute capability with conversions to 8 bits
 
 # CuPy does not compute with 8-bit floats: kernels see bytes. e4m3 has 4 bits of exponent, biased by
 # 7, and 3 bits of mantissa; e5m2 has 5 bits, biased by 15, and 2.

@@ -1,4 +1,4 @@
-"""How do CuPy's kernels add, round and copy in one pass over memory, at its speed?"""
+"""How do CuPy's kernels add, round and copy in one pass, at the speed of memory?"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Layouts = Mapping[str, Layout]  # of the operands of a call, by name
 Addresses = Mapping[str, int]
 #: Operands that kernels read in the dtype to which q, k and v are promoted.
 _OF_THE_DTYPE = frozenset(("q", "k", "v", "dout"))
-_GRADIENTS = frozenset(("dq", "dk", "dv"))
+_GRADIENTS = frozenset(("dq", "dk", "dv"))  # written in ``out_dtype``
 _OF_QUERIES = frozenset(("q", "out", "dout"))  # operands with a row for each query
 #: Operands of the kernel that finds the bounds of segments, in the order of its pointers.
 _OF_SEGMENTS = ("segment_ids_q", "segment_ids_k", "segment_bounds_q", "segment_bounds_k")
@@ -221,7 +221,7 @@ def _operand_of(step: LaunchStep, pointer: str) -> str:
 
 
 def plan_bounds(config: Any, problem: Problem, device: int) -> list[KernelLauncher]:
-    """Prepare the launch that finds the bounds of segments; none where there are no ids."""
+    """Prepare the launch that finds the bounds of segments; empty where there are no ids."""
     bounds, (q, k) = bounds_of(problem), operands_of(problem)
     num_q, num_k = q.shape[-1], k.shape[-1]
     blocks = sum(-(-n // (IDS * config.num_warps)) for n in (num_q, num_k))

@@ -15,7 +15,7 @@ from typing import Any
 from cuflash._arrays import Triple
 from cuflash._problem.options import Options
 
-#: From the addresses of a call's arrays, allocates, launches and returns the result. Returns None
+#: Takes the addresses of a call's arrays, allocates, launches and returns the result; returns None
 #: where this call needs its checks after all. (D65)
 Repeat = Callable[..., Any]
 _LIMIT = 4096  # most plans that are kept

@@ -208,7 +208,7 @@ def repeated_backward(
     plan: Plan, problem: Problem, qkv: Triple, options: Options, saved: Saved
 ) -> Repeat | None:
     """A function that repeats a call for dq, dk and dv; None where alignment may differ."""
-    if any(a.data.ptr & 15 for a in saved[:3]):  # keys of plain calls or-combine their alignments
+    if any(a.data.ptr & 15 for a in saved[:3]):  # a plain call's key has their alignments or-ed
         return None
     results = tuple(
         (f"d{name}", a.shape, problem.dtype) for name, a in zip("qkv", qkv, strict=True)

@@ -88,9 +88,10 @@ def arrays_of(
 ) -> tuple[Problem, dict[str, Array]]:
     """The problem with the layouts of the arrays of score options, and these arrays by name.
 
-    Copied, without broadcasting, are lengths and offsets in host memory or of an integer dtype that
-    kernels do not read, and segment ids and packings of such a dtype or not contiguous. The caller
-    holds the arrays until its last launch: before, no other call may get their memory.
+    Kernels read int32 and int64. Lengths and offsets of other dtypes or in host memory are copied
+    without broadcasting. So are segment ids and cu_seqlens, unless both arrays are contiguous and
+    of one of these dtypes. The caller holds the arrays until its last launch: no other call may get
+    their memory before.
     """
     formulas = formulas_of(options)
     if not options.arrays and not cu_seqlens and formulas is None:
@@ -125,9 +126,9 @@ def _copied(operand: Operand, strides: tuple[int, ...]) -> Operand:
 
 
 def _as_int64(integers: Array, others: set[np.dtype[Any]]) -> Array:
-    """As int64 in C order, equal to the same elements of arrays with dtypes ``others`` as before.
+    """As int64 in C order, equal to the same ids of arrays with dtypes ``others`` as before.
 
-    A large uint64 becomes a number that no other id has.
+    Where one dtype is uint64 and one is signed, uint64 above int64 become -1 and negative ids -2.
     """
     xp, dtype = array_module(integers), integers.dtype
     if dtype == np.uint64 and any(other.kind == "i" for other in others):

@@ -49,7 +49,7 @@ class LaunchStep(NamedTuple):
 class Wanted(NamedTuple):
     """The gradients that a call asks for."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # shape of each input by name; any for q, k and v
+    shapes: Mapping[str, tuple[int, ...]]  # of each input by name; not used for q, k and v
     out_dtype: np.dtype[Any] | None = None  # dtype of out; None: the dtype of q
     grad_lse: bool = False  # is there a cotangent of lse?
     dtype: np.dtype[Any] | None = None  # dtype of dq, dk and dv; None: the dtype of q

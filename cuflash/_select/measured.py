@@ -139,7 +139,7 @@ def is_sweep(path: Path) -> bool:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file; a ValueError names the place that is not as in a file of tiles."""
+    """The rows of a file; a ValueError names the first place that is wrong."""
     expected = f'a file of tiles, {{"format": "{FORMAT}", "tiles": [...]}}'
     if is_sweep(path):
         raise problem_with(
@@ -257,7 +257,7 @@ def applied(
     """``chosen`` with the tile that was measured for it; unchanged where there is none.
 
     ``smem_limit`` is the shared memory of a thread block in bytes: rows may be written by hand. A
-    row with ``replaces`` names the tile of ``of_any_device``, which the tables choose anywhere.
+    row with ``replaces`` names the tile of ``of_any_device``, which tables choose on any device.
     """
     row = row_of(of_any_device, device)
     if row is None:
