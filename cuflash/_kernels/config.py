@@ -197,7 +197,7 @@ class KernelConfig:
 
     @property
     def entry(self) -> str:
-        """Name of the ``__global__`` function."""
+        """Name of the function that the host launches."""
         return f"cuflash_{self.kernel}"
 
     @property
