@@ -296,7 +296,7 @@ def test_levels_of_memory():
         return f"{value[f'{name} latency']:.0f} ns"
 
     far = "device memory"
-    says(f"`bench --memory` on such a machine ({file};")
+    says(f"`bench --memory` on the same kind of machine ({file};")
     says(
         f"| {far} | {speed(f'{far} read')}, {wait(f'{far} read')} | {speed(f'{far} write')}, "
         f"{wait(f'{far} write')} | {speed(f'{far} copy')} |"
@@ -343,7 +343,7 @@ def test_bytes_that_forwards_move():
         moved.append(f"{size / 1e6:.2f} MB, {size / row[io_model.PREDICTED[name]]:.3f}")
     says(
         f"device memory read {moved[0]} of the model's, L2 to SMs {moved[1]}, back to "
-        f"L2 {moved[2]}, device memory written {moved[3]} for the last of these reasons"
+        f"L2 {moved[2]}, device memory written {moved[3]} for the last reason of the table"
     )
     written = counted("device memory write")
     says(f"| device memory write | {min(written):.0f} to {max(written):.2f} |")
@@ -359,8 +359,9 @@ def test_what_a_speed_draws_from_l2():
     seconds = 4 * 16 * 8192**2 * 128 / 700e12
     drawn = [row["loaded"] / seconds / 1e12 for row in tiles]
     says(
-        f"700 TFLOP/s on 8192 keys draw {drawn[0]:.1f} TB/s from L2 with tiles of 128 rows, "
-        f"{drawn[1]:.1f} with 192: {drawn[0] / roof:.2f} and {drawn[1] / roof:.2f} of what L2 gives"
+        f"700 TFLOP/s on 8192 keys read {drawn[0]:.1f} TB/s from L2 with tiles of 128 rows, "
+        f"{drawn[1]:.1f} with 192: {drawn[0] / roof:.2f} and {drawn[1] / roof:.2f} of the speed of "
+        "L2"
     )
     asked = max(row["measured"]["device memory read"] + row["stored"] for row in tiles)
     assert 0.1 < asked / seconds / 1e12 < 0.2
