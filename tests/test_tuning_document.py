@@ -134,8 +134,8 @@ def test_the_sweep_that_was_done_twice():
     says("The shipped tile won each.")
     assert first.best["values"]["overlap_quarters"] == 4
     says(
-        f"the same winner, {tile(first)} with all four quarters of the exponentials before p v "
-        f"has to be done, which is the shipped tile: {quotient(first):.3f} and "
+        f"the same winner, {tile(first)} with all four quarters of the exponentials tied before "
+        f"the wait for p v, which is the shipped tile: {quotient(first):.3f} and "
         f"{quotient(again):.3f} of its time",
         FACTS,
     )
@@ -143,7 +143,7 @@ def test_the_sweep_that_was_done_twice():
     pairs = [sorted((row["relative"], relative[row["key"]])) for row in first.rows]
     apart = [100 * (slow / fast - 1) for fast, slow in pairs]
     says(
-        "quotient with the shipped tile differs between the two by "
+        "quotient of a tile's time and the shipped tile's differs between the two sweeps by "
         f"{statistics.median(apart):.1f} % in the median ({max(apart):.1f} % at most)",
         FACTS,
     )
