@@ -134,8 +134,8 @@ def test_the_sweep_that_was_done_twice():
     says("The shipped tile won each.")
     assert first.best["values"]["overlap_quarters"] == 4
     says(
-        f"the same winner, {tile(first)} with all four quarters of the exponentials before p v "
-        f"has to be done, which is the shipped tile: {quotient(first):.3f} and "
+        f"the same winner, {tile(first)} with all four quarters of the exponentials tied before "
+        f"the wait for p v, which is the shipped tile: {quotient(first):.3f} and "
         f"{quotient(again):.3f} of its time",
         FACTS,
     )
@@ -143,7 +143,7 @@ def test_the_sweep_that_was_done_twice():
     pairs = [sorted((row["relative"], relative[row["key"]])) for row in first.rows]
     apart = [100 * (slow / fast - 1) for fast, slow in pairs]
     says(
-        "quotient with the shipped tile differs between the two by "
+        "quotient of a tile's time and the shipped tile's differs between the two sweeps by "
         f"{statistics.median(apart):.1f} % in the median ({max(apart):.1f} % at most)",
         FACTS,
     )
@@ -296,7 +296,7 @@ def test_levels_of_memory():
         return f"{value[f'{name} latency']:.0f} ns"
 
     far = "device memory"
-    says(f"`bench --memory` on such a machine ({file};")
+    says(f"`bench --memory` on the same kind of machine ({file};")
     says(
         f"| {far} | {speed(f'{far} read')}, {wait(f'{far} read')} | {speed(f'{far} write')}, "
         f"{wait(f'{far} write')} | {speed(f'{far} copy')} |"
@@ -343,7 +343,7 @@ def test_bytes_that_forwards_move():
         moved.append(f"{size / 1e6:.2f} MB, {size / row[io_model.PREDICTED[name]]:.3f}")
     says(
         f"device memory read {moved[0]} of the model's, L2 to SMs {moved[1]}, back to "
-        f"L2 {moved[2]}, device memory written {moved[3]} for the last of these reasons"
+        f"L2 {moved[2]}, device memory written {moved[3]} for the last reason of the table"
     )
     written = counted("device memory write")
     says(f"| device memory write | {min(written):.0f} to {max(written):.2f} |")
@@ -359,8 +359,9 @@ def test_what_a_speed_draws_from_l2():
     seconds = 4 * 16 * 8192**2 * 128 / 700e12
     drawn = [row["loaded"] / seconds / 1e12 for row in tiles]
     says(
-        f"700 TFLOP/s on 8192 keys draw {drawn[0]:.1f} TB/s from L2 with tiles of 128 rows, "
-        f"{drawn[1]:.1f} with 192: {drawn[0] / roof:.2f} and {drawn[1] / roof:.2f} of what L2 gives"
+        f"700 TFLOP/s on 8192 keys read {drawn[0]:.1f} TB/s from L2 with tiles of 128 rows, "
+        f"{drawn[1]:.1f} with 192: {drawn[0] / roof:.2f} and {drawn[1] / roof:.2f} of the speed of "
+        "L2"
     )
     asked = max(row["measured"]["device memory read"] + row["stored"] for row in tiles)
     assert 0.1 < asked / seconds / 1e12 < 0.2
