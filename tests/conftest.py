@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-# Before NumPy: where other processes keep the cores busy, OpenBLAS's threads wait for each other.
-# D114.
+# Set before NumPy is imported. OpenBLAS's threads wait for each other where other processes keep
+# the cores busy (D114).
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
@@ -20,7 +20,8 @@ from support.problems import HOST_TILE
 
 pytest_plugins = ["gpu_report", "gpu_watchdog", "support.parts", "support.rehearsal"]
 
-# Choose one with --hypothesis-profile=<name>; without it, the part that runs bounds the examples.
+# Choose a profile with --hypothesis-profile=<name>. Without it, the part of the tests that runs
+# bounds the examples.
 settings.register_profile("dev", deadline=None)
 settings.register_profile(
     "ci", settings.get_profile("dev"), derandomize=True, max_examples=40, print_blob=True
@@ -35,7 +36,7 @@ settings.load_profile("dev")
 
 
 def why_no_nvrtc() -> str:
-    """Say why no kernel can be compiled here; empty where one can."""
+    """Say why no kernel can be compiled here; empty where kernels can be compiled."""
     try:
         import cupy  # noqa: F401
         from cupy_backends.cuda.libs import nvrtc
@@ -49,7 +50,7 @@ def why_no_nvrtc() -> str:
 
 
 def why_no_gpu() -> str:
-    """Say why no kernel can run here; empty where one can."""
+    """Say why no kernel can run here; empty where kernels can run."""
     try:
         import cupy
 
@@ -62,7 +63,7 @@ def why_no_gpu() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run."""
+    """Mark the tests that this machine cannot run as skipped."""
     rehearsed = config.getoption("--rehearse") is not None
     reasons = {
         "gpu": "" if rehearsed else why_no_gpu(),
@@ -78,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print one line for each reason to skip, however many tests it stopped."""
+    """Print one line for each reason to skip, with the number of tests that it stopped."""
     reasons = Counter(
         str(report.longrepr[2]).removeprefix("Skipped: ")
         for report in terminalreporter.getreports("skipped")
@@ -90,9 +91,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def guard_bands(request: pytest.FixtureRequest):
-    """Let every array that a GPU test allocates lie between guards, compared when it ends."""
+    """Allocate every array of a GPU test between guard bands, compared when the test ends."""
     kept_out = any(map(request.node.get_closest_marker, ("alone", "own_memory")))
-    kept_out |= request.config.getoption("--rehearse") is not None  # nothing is written
+    kept_out |= request.config.getoption("--rehearse") is not None  # kernels do not run
     if request.node.get_closest_marker("gpu") is None or kept_out:
         yield
         return
@@ -103,7 +104,7 @@ def guard_bands(request: pytest.FixtureRequest):
 # Of session scope, since Hypothesis refuses fixtures that are made anew for each test function.
 @pytest.fixture(scope="session", params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
 def xp(request: pytest.FixtureRequest):
-    """Return the array module that a test runs on, NumPy and then CuPy."""
+    """Return the array module that a test runs on: NumPy, then CuPy."""
     if request.param == "numpy":
         return np
     import cupy
@@ -113,7 +114,7 @@ def xp(request: pytest.FixtureRequest):
 
 @pytest.fixture(scope="module")
 def small_host_tiles():
-    """Make the host's tiles small, so that small arrays have several, with tails."""
+    """Make the host's tiles small, so that small arrays have several tiles and a partial one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "BLOCK_M", HOST_TILE)
         patch.setattr(tiles, "BLOCK_N", HOST_TILE)
@@ -124,7 +125,7 @@ def small_host_tiles():
 
 @pytest.fixture(params=nvrtc.DISTRIBUTIONS, ids="nvrtc{}".format)
 def generation(request: pytest.FixtureRequest) -> int:
-    """Return each major version of NVRTC that is there."""
+    """Return each major version of NVRTC that is installed."""
     if nvrtc.compiler_of(request.param) is None:
         wheel = f"'{nvrtc.DISTRIBUTIONS[request.param]}<{request.param + 1}'"
         install = f"pip install --target {NVRTC_FOLDER.name} {wheel}"

@@ -18,12 +18,12 @@ LIMITS = {"init_timeout": 10.0, "op_timeout": 2.0, "liveness_timeout": 1.5}
 
 
 def arrays():
-    """q, k, v and a cotangent of the whole call, the same on all ranks."""
+    """Return q, k, v and a cotangent of the whole call, which are equal on all ranks."""
     return np.random.default_rng(0).standard_normal((4, 2, 6, 192, 8))
 
 
 def shares(comm):
-    """Forward and gradient by each method are right, and the same bits on a second run."""
+    """Check forward and gradient of each method, and that a second run gives the same bits."""
     whole = arrays()
     truth = reference.attention(*whole[:3], causal=True)
     right = reference.attention_backward(whole[3], *whole[:3], causal=True)
@@ -42,7 +42,7 @@ def shares(comm):
 
 
 def rounds(comm, at=None, act=None):
-    """Calls of attention without an end; before the third, rank ``at`` acts."""
+    """Call attention for ever; before the third call, rank ``at`` runs the action of the case."""
     q = distributed.shard(arrays()[0], comm=comm)
     for number in range(10_000):
         if number == 2 and comm.rank == at:
@@ -64,7 +64,7 @@ def stuck(comm):
 
 
 def raises(comm):
-    """One rank's own error reaches the others by name."""
+    """Raise an error on one rank, which reaches the other ranks with the name of that rank."""
     q = distributed.shard(arrays()[0], comm=comm)
     distributed.attention(q.astype(int) if comm.rank == 1 else q, q, q, comm=comm)
 
@@ -75,7 +75,7 @@ def disagrees(comm):
 
 
 def leaves(comm):
-    """A rank that closes properly, and another that waits for it."""
+    """Close one rank properly while another rank waits for it."""
     if comm.rank == 1:
         comm.close()
         return
@@ -83,7 +83,7 @@ def leaves(comm):
 
 
 def main(case, rank, size, address):
-    """Print what was raised, and after how many seconds."""
+    """Run a case, and print the error that it raised and the seconds that passed until then."""
     begin = time.monotonic()
     secret = "another secret" if case == "wrong secret" and rank == 1 else "one secret"
     limits = LIMITS | ({"init_timeout": 2.0} if case in ("missing", "wrong secret") else {})

@@ -31,11 +31,11 @@ OF_RANKS = {
     "tests/test_parts_of_calls.py::test_dropout_of_ranks_has_the_bits_of_one_gpu",
     "tests/test_parts_of_calls.py::test_ranks_on_one_gpu",
 }
-Outcomes = dict[str, str]  # by node id
+Outcomes = dict[str, str]  # node id -> outcome
 
 
 def describe_machine() -> dict[str, str | None]:
-    """Return device, driver, CuPy and NVRTC; None for what is not there."""
+    """Return device, driver, CuPy and NVRTC, each None where it is missing."""
     found: dict[str, str | None] = dict.fromkeys(MACHINE)
     try:
         import cupy
@@ -48,7 +48,7 @@ def describe_machine() -> dict[str, str | None]:
 
 
 class Recorder:
-    """Collects outcomes of one run and joins them with the outcomes in the file."""
+    """Collects the outcomes of one run and joins them with the outcomes in the file."""
 
     def __init__(self, path: Path, config: pytest.Config) -> None:
         self.path = path
@@ -60,11 +60,11 @@ class Recorder:
         self.message = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the worst of set-up, call and tear-down; an expected failure counts as skipped."""
+        """Record the worst of set-up, call and tear-down; an expected failure counts as skipped."""
         self.record(report.nodeid, "gpu" in report.keywords, report.outcome, report.when)
 
     def record(self, nodeid: str, on_gpu: bool, outcome: str, when: str | None) -> None:
-        """Note one outcome."""
+        """Record one outcome."""
         tests = self.gpu if on_gpu else self.others
         if outcome == "passed" and when != "call":
             return
@@ -72,12 +72,12 @@ class Recorder:
             tests[nodeid] = outcome
 
     def pytest_sessionfinish(self) -> None:
-        """Write the report, unless this process is a worker of another one that does."""
+        """Write the report, unless this process is a worker: the process that started it writes."""
         if not hasattr(self.config, "workerinput"):
             self.finish()
 
     def finish(self) -> None:
-        """Write what has been recorded."""
+        """Write all recorded outcomes."""
         ran = Counter(self.gpu.values())
         if not ran["passed"] + ran["failed"]:
             self.message = "no GPU test ran, the report is left as it is"
@@ -90,7 +90,7 @@ class Recorder:
             self.message = f"{self.path.name}: {counts}"
 
     def read(self) -> dict[str, Any]:
-        """Return the report of earlier shards; empty where there is none that can be read."""
+        """Return the report of earlier shards, or {} where no report can be read."""
         try:
             report = json.loads(self.path.read_text())
         except (OSError, ValueError):
@@ -98,7 +98,7 @@ class Recorder:
         return report if isinstance(report, dict) else {}
 
     def report(self) -> dict[str, Any]:
-        """Return this run alone."""
+        """Return the report of this run alone."""
         return {
             **describe_machine(),
             "seconds": time.perf_counter() - self.started,
@@ -108,12 +108,12 @@ class Recorder:
         }
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say what became of the report."""
+        """Say whether the report was written."""
         terminalreporter.write_line(f"GPU report: {self.message}")
 
 
 def joined(earlier: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Continue the report of earlier shards by one run; another digest starts anew."""
+    """Add one run to the report of earlier shards; another digest starts a new report."""
     tests = still_valid(earlier, run)
     seconds, others = run["seconds"], Counter(run["others"])
     machine = {name: run[name] for name in MACHINE}
@@ -140,7 +140,7 @@ def joined(earlier: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
 
 def still_valid(report: dict[str, Any], now: dict[str, Any]) -> Outcomes:
-    """Return the outcomes in a report that are of the sources of now."""
+    """Return the outcomes in a report that were measured on the present sources."""
     if report.get("digest") != now["digest"]:
         return {}
     same_ranks = report.get("ranks_digest") == now["ranks_digest"]
@@ -149,7 +149,7 @@ def still_valid(report: dict[str, Any], now: dict[str, Any]) -> Outcomes:
 
 
 def nested(tests: Outcomes) -> dict[str, dict[str, list[str]]]:
-    """Group node ids: function -> outcome -> parameters, '' for a test without."""
+    """Group node ids: function -> outcome -> parameters, '' for a test without parameters."""
     groups: dict[str, dict[str, list[str]]] = {}
     for nodeid, outcome in sorted(tests.items()):
         function, bracket, parameters = nodeid.partition("[")
@@ -168,7 +168,7 @@ def flat(groups: dict[str, dict[str, list[str]]]) -> Outcomes:
 
 
 def formatted(report: dict[str, Any]) -> str:
-    """JSON with one line for each field and each test function."""
+    """Return JSON with one line for each field and each test function."""
     lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in report.items() if k != "tests"]
     tests = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in report["tests"].items())
     return "\n".join(["{", *lines, ' "tests": {', tests, " }", "}"]) + "\n"

@@ -1,9 +1,10 @@
 """Did a kernel hang? Then the test has failed, and the run ends with the line that repeats it.
 
-A host thread that waits for a device cannot be interrupted, so the process ends: the stacks of all
-threads, the repro line and, where one is written, the GPU report come first. A property's limit is
-per example. A kernel that the test's thread compiles has more time, and the limit begins anew after
-it: where other processes compile as well, that takes long and hangs nothing.
+A host thread that waits for a device cannot be interrupted, so the watchdog ends the process.
+Before that it prints the stacks of all threads and the repro line, and writes the GPU report if one
+was asked for. A property has the limit for each example. While the test's own thread compiles a
+kernel the limit is longer, and afterwards it starts anew: beside other processes that compile too,
+NVRTC is slow without hanging.
 """
 
 from __future__ import annotations
@@ -24,38 +25,38 @@ import gpu_report
 from cuflash._jit import compilation
 
 EXIT_STATUS = 3
-GRACE = 10.0  # seconds for the polite end; then faulthandler's own thread ends the process
+GRACE = 10.0  # seconds for an orderly end; then faulthandler's own thread ends the process
 SLOW_FACTOR = 10
 STDERR = pytest.StashKey[int]()  # a file descriptor that pytest never captures
 
 
 class Watchdog:
-    """A timer that is wound at the start of every case and ends the process when it runs out."""
+    """A timer, restarted at the start of every case, that ends the process when it runs out."""
 
     def __init__(self, item: pytest.Item) -> None:
         self.item = item
         self.timer: threading.Timer | None = None
 
     def wind(self, *, slow: bool = False) -> None:
-        """Start the time anew: that of the test, or of a slow one."""
+        """Restart the timer with the limit of the test, or with that of a slow test."""
         self.stop()
         seconds = limit(self.item, slow=slow)
         self.timer = threading.Timer(seconds, self.bite, [seconds])
         self.timer.daemon = True
         self.timer.start()
-        # Does its work without the interpreter lock, should a call hold that.
+        # faulthandler needs no interpreter lock, so it also ends a call that holds the lock.
         faulthandler.dump_traceback_later(
             seconds + GRACE, exit=True, file=self.item.config.stash[STDERR]
         )
 
     def stop(self) -> None:
-        """Let it sleep."""
+        """Stop the timer."""
         if self.timer is not None:
             self.timer.cancel()
             faulthandler.cancel_dump_traceback_later()
 
     def bite(self, seconds: float) -> None:
-        """Tell what hung, record it as failed and end the process."""
+        """Print the test that hung, record it as failed and end the process."""
         config = self.item.config
         capture = config.pluginmanager.get_plugin("capturemanager")
         if capture is not None:
@@ -74,14 +75,14 @@ class Watchdog:
 
 
 def limit(item: pytest.Item, *, slow: bool = False) -> float:
-    """Seconds that one case of a test may take, or may take if it is slow."""
+    """Return the seconds that one case of a test may take; more of them if it is slow."""
     seconds = float(item.config.getoption("--gpu-timeout"))
     return seconds * SLOW_FACTOR if slow or item.get_closest_marker("slow") else seconds
 
 
 @contextmanager
 def per_example(item: pytest.Item, watchdog: Watchdog) -> Iterator[None]:
-    """Wind the watchdog before every example of a property."""
+    """Restart the watchdog before every example of a property."""
     handle = getattr(getattr(item, "obj", None), "hypothesis", None)
     if handle is None:
         yield
@@ -99,7 +100,7 @@ def per_example(item: pytest.Item, watchdog: Watchdog) -> Iterator[None]:
 
 @contextmanager
 def per_compile(watchdog: Watchdog) -> Iterator[None]:
-    """Give the time of a slow test to each call of NVRTC by this thread, and wind after it."""
+    """Allow the time of a slow test for each NVRTC call of this thread, then restart the timer."""
     inner, own = compilation._nvrtc, threading.get_ident()
 
     @functools.wraps(inner)

@@ -75,7 +75,7 @@ def test_rows_of_a_run(result_file: Path) -> None:
     }  # fmt: skip
     assert 1e-8 < ours["float32", "normal"]["out"] < 1e-6
     assert 1e-5 < ours["float16", "normal"]["out"] < 1e-3
-    # float16 keeps logits near -60000 apart by whole units of 32.
+    # float16 rounds logits near -60000 to multiples of 32.
     unfused = [r for r in rows if r["impl"] == "naive" and r["family"] == "lse_minus_60000"]
     assert any(row["out"] == accuracy.NOT_FINITE or row["out"] > 0.1 for row in unfused)
 
@@ -123,7 +123,7 @@ def test_peers_on_the_gpu() -> None:
 
 
 def test_float32_is_as_exact_as_the_memory_efficient_kernel() -> None:
-    """Of the committed rows on a GPU: relative errors of normal inputs, at most 1.25 times."""
+    """In the committed GPU rows, errors of normal inputs are at most 1.25 times the peer's."""
     results = sorted((ROOT / "benchmarks" / "results").glob("h100-accuracy-*.json"))
     rows: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
     found = json.loads(results[-1].read_text(encoding="utf-8"))["rows"]
@@ -140,7 +140,7 @@ def test_float32_is_as_exact_as_the_memory_efficient_kernel() -> None:
 
 @functools.cache
 def rows_of_widths() -> dict[tuple[int, str], dict[str, dict[str, Any]]]:
-    """Committed errors of every family at every head size, by implementation."""
+    """Return committed errors by head size and family, then by implementation."""
     path = sorted((ROOT / "benchmarks" / "results").glob("h100-widths-*.json"))[-1]
     cells: dict[tuple[int, str], dict[str, dict[str, Any]]] = {}
     for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
@@ -149,7 +149,7 @@ def rows_of_widths() -> dict[tuple[int, str], dict[str, dict[str, Any]]]:
 
 
 def above_the_bar(rows: dict[tuple[int, str], dict[str, Any]]) -> set[tuple[int, str, str]]:
-    """Which errors are above 1.25 times the peer's, and a float32 unit of the largest."""
+    """Return the errors above 1.25 times the peer's and a float32 unit of the largest value."""
     found = set()
     for cell, errors in rows.items():
         peer = rows_of_widths()[cell]["eff"]
@@ -169,7 +169,7 @@ def test_committed_errors_of_float32_are_below_the_bar() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", accuracy.WIDTHS)
 def test_errors_of_float32_are_below_the_bar(head_dim: int) -> None:
-    """Errors as they are now, against those of the peer as they are committed."""
+    """Errors measured now stay below the bar that the peer's committed errors set."""
     run = open_run(accuracy.parser().parse_args(["--device", "gpu", "--impl", "cuflash"]))
     with run.clock.scope():
         for cell in accuracy.cells_of_widths(512):
@@ -182,7 +182,7 @@ def test_errors_of_float32_are_below_the_bar(head_dim: int) -> None:
 
 
 def test_narrower_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What docs/accuracy.md says of them, at a smaller size."""
+    """The factors have the errors that docs/accuracy.md gives for them, at a smaller size."""
     x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     for factors in factors_of_float32.FACTORS:
         left = np.abs(sum(factors.split(x)) - x) / np.abs(x)

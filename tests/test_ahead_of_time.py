@@ -1,6 +1,7 @@
-"""Are kernels that were compiled ahead of time those that run, and is a bad file noticed?
+"""Do kernels run that were compiled ahead of time, and is a bad file noticed?
 
-The driver is simulated (``support/cacheless_device.py``): what it is given to load is compared.
+The driver is simulated (``support/cacheless_device.py``). The tests compare the bytes that it is
+asked to load.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ H100 = hardware.typical("sm_90")
 
 @pytest.fixture(autouse=True)
 def store(tmp_path, monkeypatch):
-    """Give every test a store of kernels of its own."""
+    """Give every test an empty kernel cache of its own."""
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
     monkeypatch.delenv("CUFLASH_KERNELS", raising=False)
@@ -110,10 +111,10 @@ def test_without_a_folder_the_store_of_this_machine_is_filled():
 
 
 def hindered(monkeypatch, folder, how):
-    """Let nothing be kept in the folder of the store, in this process and in those it starts."""
+    """Keep the kernel cache from writing, in this process and in the processes that it starts."""
     if how == "in memory":
         monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
-    elif how == "read-only":  # to root, too
+    elif how == "read-only":  # read-only for root, too
         monkeypatch.setenv("CUPY_CACHE_DIR", "/proc/sys")
     else:
         folder.parent.mkdir(parents=True)
@@ -151,7 +152,7 @@ BAD = [
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("note", [GOOD, *BAD], ids=str)
 def test_a_note_that_no_compilation_wrote_is_written_anew(monkeypatch, note):
-    """Whatever stands there: the kernel is compiled once more, and its facts are those found."""
+    """A note that no compilation can have written is replaced by the facts of a new compilation."""
     (config,) = kernels_of(WORK, H100, backward=False)
     name = compilation.stored_name(config, "sm_90a")
     asked = []
@@ -178,7 +179,7 @@ def shared(tmp_path, monkeypatch):
 
 
 class Cupy:
-    """What the compiler's file needs of CuPy on an A100."""
+    """Stands in for CuPy on an A100, as far as cuflash._jit.compilation uses it."""
 
     __version__ = "of a node"
 
@@ -236,7 +237,7 @@ def test_what_is_not_right_is_compiled_instead(shared, monkeypatch, how):
     elif how == "renamed":  # another kernel under this name
         other = cuflash.compile(replace(WORK, causal=True), arch="sm_80", folder=shared)[0]
         shutil.copy(other, path)
-    elif how == "arch":  # that of another architecture under this name
+    elif how == "arch":  # the cubin of another architecture under this name
         (other,) = cuflash.compile(WORK, arch="sm_86", folder=shared)
         shutil.copy(other, path)
     else:
@@ -277,7 +278,7 @@ def test_whom_the_folder_lets_read_the_file_lets_too(tmp_path, folder_mode, mode
 
 def test_a_file_that_cannot_be_read_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("CUFLASH_KERNELS", str(tmp_path))
-    (tmp_path / f"{'a' * 64}.cubin").mkdir()  # as unreadable to anybody, root too
+    (tmp_path / f"{'a' * 64}.cubin").mkdir()  # a folder cannot be read as a file, even by root
     with pytest.warns(RuntimeWarning, match="cannot be read"):
         assert cubin_cache.load_shared("a" * 64) is None
 

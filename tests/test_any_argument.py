@@ -1,8 +1,8 @@
 """Does every value of every argument either work, or raise an error that names the argument?
 
-Tables of wrong calls hold what somebody thought of. Here every argument of every public function
-gets every value of one list, alone and nested: objects of other libraries, classes, numbers beyond
-any machine's, containers that hold themselves, arrays of every kind.
+A table of wrong calls holds only the mistakes that its author thought of. Here every argument of
+every public function gets every value of one list, alone and nested: objects of other libraries,
+classes, numbers beyond any machine's, containers that hold themselves, arrays of every kind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cuflash._problem.options import OPTION_NAMES
 
 
 class Refusing:
-    """A tensor without memory: every protocol is there, and raises."""
+    """A tensor without memory: it has every protocol, and each raises."""
 
     def refuse(self, *_: object, **__: object) -> Any:
         raise NotImplementedError("no memory")
@@ -38,7 +38,7 @@ class Refusing:
 
 
 class OnADevice:
-    """A tensor on another device than the host or one of CUDA, as DLPack numbers devices."""
+    """A tensor on a device that DLPack numbers, such as the host, CUDA or another kind."""
 
     def __init__(self, device: object) -> None:
         self.device = device
@@ -48,7 +48,7 @@ class OnADevice:
 
 
 class Interface:
-    """An object that says that it is memory of a GPU."""
+    """An object that claims to be memory of a GPU."""
 
     def __init__(self, interface: object) -> None:
         self.__cuda_array_interface__ = interface
@@ -70,7 +70,7 @@ def dict_in_itself() -> dict[Any, Any]:
     return found
 
 
-#: Makes every value anew: a call may keep or change what it gets.
+#: Each value is made anew for every call, which may keep or change it.
 VALUES: dict[str, Callable[[], Any]] = {
     **{repr(v): (lambda v=v: v) for v in (
         None, True, False, 0, 1, 2, -1, 2**31, 2**62, 2**63, 2**64, -(2**64), 10**400, 0.0, 0.5,
@@ -137,7 +137,7 @@ ALIKE = {
     "k_pages": OUT[None, None], "v_pages": OUT[None, None], "page_table": np.zeros((1, 2), int),
     "kv_lengths": [4],
 }  # fmt: skip
-#: Where a function takes another array than most do.
+#: Arguments of functions that take another array than most functions do.
 OTHERS = {"attention_paged": {"q": OUT[None, None]}}
 
 
@@ -146,7 +146,7 @@ def check(**ends: Any) -> None:
 
 
 def backward(**given: Any) -> Any:
-    """The pullback of attention_vjp, with its three arguments."""
+    """Call the pullback of attention_vjp with its three arguments."""
     return cuflash.attention_vjp(X, X, X)[1](given.pop("dout"), **given)
 
 
@@ -164,7 +164,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def arguments(function: Callable[..., Any]) -> list[str]:
-    """All that a function takes, the score options among them."""
+    """Return the names of all arguments of a function, score options included."""
     found = []
     for name, parameter in inspect.signature(function).parameters.items():
         if name != "self":
@@ -172,13 +172,13 @@ def arguments(function: Callable[..., Any]) -> list[str]:
     return found
 
 
-#: Arguments that mean something beside another one only.
+#: Arguments that have a meaning only beside another argument.
 BESIDE: dict[str, dict[str, Any]] = {"dropout": {"seed": 1}, "seed": {"dropout": 0.5}}
 OWN = {name: arguments(function) for name, function in FUNCTIONS.items()}
 
 
 def call(name: str, **changes: Any) -> Any:
-    """Call a function that works, but for what is changed."""
+    """Call a function with valid arguments, some of which are replaced by ``changes``."""
     function = FUNCTIONS[name]
     parameters = inspect.signature(function).parameters.values()
     given = {p.name: ALIKE[p.name] for p in parameters if p.default is p.empty and p.name in ALIKE}
@@ -188,7 +188,7 @@ def call(name: str, **changes: Any) -> Any:
     return function(*by_place, **given)
 
 
-#: What an error may name beside the argument that is wrong: those that it does not go with.
+#: The errors that are allowed. An error may name several arguments where they exclude each other.
 NAMED = re.compile(r"[\w.\[\]']+(, [\w.\[\]']+)*: "
                    r"(got .*, expected |nothing can be allocated|an array on a GPU needs CuPy)"
                    r"|compiling needs CuPy")  # fmt: skip
@@ -197,7 +197,7 @@ NAMED = re.compile(r"[\w.\[\]']+(, [\w.\[\]']+)*: "
 def works_or_says_why(name: str, **changes: Any) -> None:
     before = [a.copy() for a in (X, OUT, LSE, ENDS)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of NumPy, about numbers
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns about the numbers
         try:
             call(name, **changes)
         except (TypeError, ValueError, NotImplementedError, ImportError, OSError) as error:
@@ -212,7 +212,7 @@ def beside(function: str, argument: str) -> dict[str, Any]:
     return {n: value for n, value in BESIDE.get(argument, {}).items() if n in OWN[function]}
 
 
-#: Of the options, which many functions take, those of every path behind them.
+#: Options are tried in one function for each path that implements them, not in all that take them.
 CASES = [
     (function, argument)
     for function in FUNCTIONS
@@ -223,7 +223,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
-    """Where folders of any name may be made."""
+    """Run in an empty folder, since calls may create folders of any name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
 
@@ -235,7 +235,7 @@ def test_any_value_works_or_is_refused_by_name(function, argument):
 
 
 def nested(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Makers of lists, pairs and mappings of what others make."""
+    """Return makers of lists, pairs and mappings whose elements are made by ``values``."""
     several = st.lists(values, max_size=4)
     return st.one_of(
         several.map(lambda makers: lambda: [make() for make in makers]),

@@ -1,7 +1,7 @@
-"""Do the calls of other packages, and of caches, take every value of every argument or name it?
+"""Do functions of subpackages, and caches, take every value of every argument or name it?
 
-The values are those of test_any_argument.py. A call has right arguments, of which one at a time is
-replaced; a cache is what it was after an error.
+The values are those of test_any_argument.py. One valid argument at a time is replaced. After an
+error a cache is unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OUT, LSE = cuflash.attention(X, X, X, return_lse=True)
 K, V = (np.ones((2, 2, 3, d), np.float32) for d in (4, 5))
 SHAPES = {"q": (2, 3, 4), "k": (2, 5, 4), "v": (2, 5, 4)}
 ALONE = {"secret": "a secret", "transport": "host"}
-#: Beside the form of all errors: of what this version does not have, of ranks that differ or fail.
+#: Errors allowed beside NAMED: features that this version lacks, ranks that differ or fail.
 ALSO_NAMED = re.compile(
     r"[\w, ]+: got .*; all ranks make the same call|.*: not available in this version"
     r"|no launcher has set RANK|the communicator|nobody can listen at "
@@ -38,7 +38,7 @@ ALSO_NAMED = re.compile(
 
 
 class Mpi:
-    """A communicator of mpi4py, of one process."""
+    """A communicator of mpi4py with one process."""
 
     def bcast(self, value: Any, root: int) -> Any:
         return value
@@ -51,12 +51,12 @@ class Mpi:
 
 
 def positional(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
-    """The function, with all arguments by name."""
+    """Return the function as one that takes ``names`` by keyword."""
     return lambda **given: function(*[given.pop(name) for name in names], **given)
 
 
 def on_a_cache(method: str, **given: Any) -> None:
-    """Call a method of a new cache, which after an error is what it was, and can be used."""
+    """Call a method of a new cache; check that an error leaves the cache unchanged and usable."""
     cache = cuflash.KVCache(2, 2, 4, head_dim_v=5, max_length=20, page_size=3, dtype=np.float32)
     cache.append(K, V)
     before = [a.copy() for a in (*cache.arrays, cache.dropped)]
@@ -74,7 +74,7 @@ def closed(join: Callable[..., Any]) -> Callable[..., None]:
 
 
 def drawn(strategy: Callable[..., Any], **words: Any) -> None:
-    """Draw twice of what a strategy makes."""
+    """Draw two examples of a strategy."""
     quiet = settings(
         max_examples=2, database=None, phases=[Phase.generate], derandomize=True,
         suppress_health_check=list(HealthCheck), deadline=None,
@@ -83,7 +83,7 @@ def drawn(strategy: Callable[..., Any], **words: Any) -> None:
 
 
 class Door(NamedTuple):
-    """A function of arguments by name: the right ones, and names of others that it takes."""
+    """A function called by keywords, valid arguments for it, and names of its other arguments."""
 
     call: Callable[..., Any]
     right: dict[str, Any]
@@ -167,7 +167,7 @@ DOORS = {
          "arrays", "seqlens"),
     ),
 }  # fmt: skip
-#: Right, but for longer than a test: more ranks than come, and positions of 2^31 rows.
+#: Valid values that would take too long: ranks that never connect, positions of 2^31 rows.
 NOT_TRIED = {
     ("connect", "size", "2"), ("positions", "length", "2147483648"),
     ("shard", "x", "more than memory"), ("from_mpi", "mpi", "a mock"),
@@ -180,7 +180,7 @@ CASES = [(name, argument) for name, d in DOORS.items() for argument in (*d.right
 def works_or_says_why(name: str, wrong: dict[str, Any]) -> None:
     call, right, _ = DOORS[name]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of NumPy about numbers, of Hypothesis about strategies
+        warnings.simplefilter("ignore")  # NumPy warns about numbers, Hypothesis about strategies
         try:
             call(**right | wrong)
         except AssertionError:

@@ -1,4 +1,4 @@
-"""Do the approximations of examples/approximate.py do what their papers prove of them?"""
+"""Do the approximations in examples/approximate.py have the properties that their papers prove?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def arrays(seed: int, m: int, n: int, d: int, e: int = 3) -> tuple[np.ndarray, .
 
 
 def estimates(draw, count: int, draws: int, d: int = 8) -> tuple[np.ndarray, float, float]:
-    """Of one weight: its estimates (draws,) by ``count`` directions, its value, and |q + k|^2."""
+    """Return estimates (draws,) of one weight by ``count`` directions, the weight and |q + k|^2."""
     rng = np.random.default_rng(1)
     q, k = 0.6 * rng.standard_normal((2, 1, d))
     directions = np.concatenate([draw(rng, count, d) for _ in range(draws)])
@@ -42,14 +42,14 @@ def test_performers_weights_are_right_in_the_mean(draw):
 
 
 def test_performers_variance_is_the_papers_and_declines_with_features():
-    """Choromanski et al., lemma 2: of one direction, weight^2 (exp(|q + k|^2) - 1)."""
+    """The variance is weight^2 (exp(|q + k|^2) - 1) / directions (Choromanski et al., lemma 2)."""
     for count in (1, 8, 64):
         found, exact, both = estimates(approximate.gaussian_directions, count, 100_000 // count)
         assert found.var() == pytest.approx(exact**2 * math.expm1(both) / count, rel=0.15)
 
 
 def test_orthogonal_directions_lower_the_variance():
-    """Choromanski et al., theorem 2: by at least this much, for as many directions as axes."""
+    """The variance falls at least by the bound of Choromanski et al., theorem 2, for count = d."""
     count, d = 8, 8
     alone, exact, both = estimates(approximate.gaussian_directions, count, 20_000)
     together, _, _ = estimates(approximate.orthogonal_directions, count, 20_000)
@@ -82,7 +82,7 @@ def test_linformer_is_exact_with_as_many_keys_and_for_equal_keys():
     exact = cuflash.attention(q, k, v)
     np.testing.assert_allclose(approximate.linformer(q, k, v, np.eye(12), np.eye(12)), exact)
     k = np.repeat(k[:4], 3, axis=0)
-    means = np.kron(np.eye(4), np.full((1, 3), 1 / 3))  # of three equal keys, and their values
+    means = np.kron(np.eye(4), np.full((1, 3), 1 / 3))  # means of 3 equal keys, and of values
     exact = cuflash.attention(q, k, v)
     np.testing.assert_allclose(approximate.linformer(q, k, v, means, means), exact)
 
@@ -131,7 +131,7 @@ def test_methods_take_arrays_of_cupy():
 
 
 def test_the_watched_model_is_the_model():
-    """Each head by itself, by exact attention: nothing but roundings differ."""
+    """With exact attention per head, the watched model differs from the model by roundings only."""
     try:
         wheel = rxnmapper_weights.obtain_wheel()
     except rxnmapper_weights.WheelUnavailableError as problem:

@@ -1,6 +1,7 @@
 """Is attention, forward and backward, what the definition says, and does it keep its promises?
 
-Every number goes through the one oracle, `cuflash.testing`; every call runs on poisoned memory.
+Every number is checked against the one oracle, `cuflash.testing`. Every call runs on poisoned
+memory.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ SCORE_OPTIONS = {
 
 @given(data=st.data())
 def test_drawn_problem(xp: ModuleType, data: st.DataObject) -> None:
-    """Anything legal, anywhere in memory, is within the budget and touches nothing else."""
+    """Any legal call, in any memory layout, is within the budget and writes to no other memory."""
     call = data.draw(calls(limits_of(xp), layouts=True, gradients=True))
     first = run(xp, call, poison="nan", with_out=True)
     assert_within_budget(call, first)
@@ -105,7 +106,7 @@ def test_drawn_problem_allocates_its_results(xp: ModuleType, data: st.DataObject
 @pytest.mark.parametrize("family", OF_EVERY_DTYPE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_family(xp: ModuleType, dtype: str, family: str, options: str) -> None:
-    """Large enough for the rules on samples, with heads in groups and broadcast values."""
+    """Every family is within the budget in shapes with enough rows for the rules on samples."""
     kind = dtypes_of(xp, dtype)
     rows, keys, head_dim = (33, 49, 16) if dtype == "float64" else (65, 129, 64)
     call = make_call(
@@ -122,7 +123,7 @@ def test_family(xp: ModuleType, dtype: str, family: str, options: str) -> None:
 @pytest.mark.parametrize("options", ["full", "causal", "everything"])
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 63, 64, 65])
 def test_tails(xp: ModuleType, rows: int, options: str) -> None:
-    """Every tail of a tile, and logits for which a padded score of 0 would overflow exp."""
+    """Every partial tile is within the budget, where exp would overflow for a padded score of 0."""
     dtype = np.dtype(np.float16)
     for keys in (1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 192):
         extra = SCORE_OPTIONS[options](rows, keys)
@@ -144,12 +145,13 @@ def test_head_dims(xp: ModuleType, head_dim: int, head_dim_v: int, dtype: type) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_visible_key_is_copied(xp: ModuleType, dtype: str) -> None:
-    """Where the softmax has one term, out is that value and dv that cotangent.
+    """Where a row sees one key, out is a copy of its value and dv a copy of the row's cotangent.
 
-    Bit for bit where results have 16 bits or weights are exp(s - s). A GPU keeps scores in units of
-    log 2: weight and sum are 1 but for a rounding each, the same for both, and their quotient takes
-    the value's and its own; lse is rounded in those units and in its own, so that the gradient's
-    exp(s - lse) is 1 but for two roundings of lse and one of itself.
+    They are equal bit for bit where results have 16 bits or weights are exp(s - s). A GPU keeps
+    scores in units of log 2. There weight and sum are 1 up to one rounding each, the same for both,
+    and their quotient has the rounding of the value and one of its own. lse is rounded in those
+    units and once more in its own, so that the gradient's exp(s - lse) is 1 up to two roundings of
+    lse and one of itself.
     """
     kind = dtypes_of(xp, dtype)
     shape = (2, 40, 64)
@@ -169,9 +171,9 @@ def test_one_visible_key_is_copied(xp: ModuleType, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_uniform_weights_are_exact(xp: ModuleType, dtype: str) -> None:
-    """With scale 0 and 64 keys, out is a sum of integers over 64: exact in every dtype.
+    """With scale 0 and 64 keys, out is a sum of integers over 64 and exact in every dtype.
 
-    So is the gradient after its rounding to 16 bits; exp(-log 64) itself is not exact.
+    The gradient is exact only after its rounding to 16 bits: exp(-log 64) itself is rounded.
     """
     kind = dtypes_of(xp, dtype)
     call = make_call(
@@ -192,7 +194,7 @@ def test_uniform_weights_are_exact(xp: ModuleType, dtype: str) -> None:
     assert not np.any(result.gradients["k"])
 
 
-# Nothing to see.
+# Nothing is visible.
 
 
 @pytest.mark.parametrize("keys", [0, 1])
@@ -209,7 +211,7 @@ def test_empty_extents(xp: ModuleType, batch: tuple[int, ...], rows: int, keys: 
 
 
 def test_no_values(xp: ModuleType) -> None:
-    """d_v = 0: nothing to average, but lse is real."""
+    """With d_v = 0, out is empty, and lse and the gradients are within the budget."""
     call = make_call("normal", 0, np.float16, (3, 9, 64), (3, 20, 64), (3, 20, 0))
     result = run(xp, call)
     assert result.out.shape == (3, 9, 0)
@@ -232,7 +234,7 @@ NOTHING_VISIBLE = {
 @pytest.mark.parametrize("reason", NOTHING_VISIBLE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_visible(xp: ModuleType, dtype: str, reason: str) -> None:
-    """Zeros, whatever the arrays hold, and +0 at that."""
+    """Where nothing is visible, all results are +0 (never -0), whatever the arrays hold."""
     kind = dtypes_of(xp, dtype)
     call = make_call(
         "normal", 0, kind, (2, 18, 64), (2, 21, 64), (2, 21, 64), options=NOTHING_VISIBLE[reason]
@@ -275,7 +277,7 @@ HIDING = {
 def test_what_nobody_sees_has_no_effect(
     xp: ModuleType, dtype: str, hiding: str, value: float
 ) -> None:
-    """Keys and rows outside lengths and window: bitwise no effect; outside the mask: no effect."""
+    """What is hidden has no effect: bitwise with lengths and windows, in value with a mask."""
     kind = dtypes_of(xp, dtype)
     call = make_call(
         "normal", 4, kind, (2, 40, 64), (2, 70, 64), (2, 70, 64), options=HIDING[hiding]
@@ -284,7 +286,7 @@ def test_what_nobody_sees_has_no_effect(
     plain = run(xp, call)
     assert_within_budget(call, plain)
     poisoned = run(xp, poisoned_twin(call, value, slice(50, None), slice(30, None)))
-    if hiding == "mask" and xp is not np:  # recomputed pair by pair: exact, in another order
+    if hiding == "mask" and xp is not np:  # pair by pair: exact, in another order
         assert_within_budget(call, poisoned)
     else:
         assert_same_bits(plain, poisoned)
@@ -296,7 +298,7 @@ def test_what_nobody_sees_has_no_effect(
 def test_what_some_rows_see_reaches_those_rows_only(
     xp: ModuleType, options: str, where: str, value: float
 ) -> None:
-    """Also within one tile: exactly the rows that see it become non-finite."""
+    """A non-finite element makes exactly the rows that see it non-finite, also within a tile."""
     shape = (2, 50, 64)
     call = make_call(
         "normal", 5, np.float16, shape, shape, shape, options=SCORE_OPTIONS[options](50, 50)
@@ -330,7 +332,7 @@ def test_a_bias_of_plus_infinity_gives_a_row_of_nan(xp: ModuleType) -> None:
 
 @pytest.mark.parametrize("least", [-6e4, np.finfo(np.float32).min])
 def test_a_finite_bias_that_stands_for_a_mask(xp: ModuleType, least: float) -> None:
-    """finfo.min is finite: a row that has nothing else averages over what it has."""
+    """finfo.min hides no key: a row that has no other bias averages over its keys."""
     bias = np.zeros((20, 33), np.float32)
     bias[:, 20:] = least
     bias[5] = least
@@ -340,7 +342,7 @@ def test_a_finite_bias_that_stands_for_a_mask(xp: ModuleType, least: float) -> N
     assert_within_budget(call, run(xp, call))
 
 
-# What is returned.
+# Types and dtypes of results.
 
 
 def test_return_types(xp: ModuleType) -> None:
@@ -366,7 +368,7 @@ def test_out_is_returned_and_filled(xp: ModuleType) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_float32_out_of_16_bit_inputs(xp: ModuleType, dtype: str) -> None:
-    """Rounded, it is the 16-bit result; the backward takes either."""
+    """A float32 result rounded to 16 bits is the 16-bit result, and the backward takes either."""
     call = make_call("normal", 8, DTYPES[dtype], *[(2, 33, 64)] * 3, options={"causal": True})
     narrow = run(xp, call, with_out=True)
     wide = run(xp, call, with_out=True, out_dtype=np.float32)
@@ -377,7 +379,7 @@ def test_float32_out_of_16_bit_inputs(xp: ModuleType, dtype: str) -> None:
 
 @pytest.mark.parametrize("wrt", [(), ("q",), ("k",), ("v",), ("v", "q"), ("k", "v")])
 def test_wrt(xp: ModuleType, wrt: tuple[str, ...]) -> None:
-    """What is asked for has the bits that it has when everything is."""
+    """Each gradient in wrt has the bits that it has when all gradients are computed."""
     call = make_call("normal", 9, np.float16, *[(2, 33, 64)] * 3, options={"causal": True})
     every = run(xp, call)
     some = run(xp, call.but(wrt=wrt), with_out=True)
@@ -433,7 +435,7 @@ def test_pullback_is_attention_backward(xp: ModuleType) -> None:
 
 
 def test_a_pullback_has_every_keyword_of_its_call(monkeypatch) -> None:
-    """Also those that change no result on a CPU."""
+    """The pullback receives all keywords of its call, also those that change no result on a CPU."""
     q, dlse = np.ones((4, 8)), np.ones(4)
     call = {"axes": [(-2, -1)] * 4, "precision": "tf32", "deterministic": False}
     _, pullback = cuflash.attention_vjp(q, q, q, causal=True, **call)
@@ -455,7 +457,7 @@ def test_a_pullback_has_every_keyword_of_its_call(monkeypatch) -> None:
     ],
 )
 def test_mixed_dtypes_promote(dtypes: tuple[str, str, str], expected: str) -> None:
-    """The result is that of inputs converted beforehand; each gradient has its input's dtype."""
+    """Results are those of inputs converted beforehand; each gradient has its input's dtype."""
     rng = np.random.default_rng(12)
     arrays = [rng.standard_normal((2, 20, 8)).astype(DTYPES[name]) for name in dtypes]
     wide = [a.astype(DTYPES[expected]) for a in arrays]
@@ -471,7 +473,7 @@ def test_mixed_dtypes_promote(dtypes: tuple[str, str, str], expected: str) -> No
 
 
 def test_bias_of_another_dtype(xp: ModuleType) -> None:
-    """The bias is read in its own dtype and never decides that of the result."""
+    """The bias is read in its own dtype, which does not change the dtype of the result."""
     for dtype in (np.float16, bfloat16, np.float32, np.float64):
         bias = np.random.default_rng(13).standard_normal((20, 20)).astype(dtype)
         call = make_call("normal", 13, np.float16, *[(2, 20, 64)] * 3, options={"bias": bias})
@@ -488,7 +490,7 @@ def test_tf32_permission_is_harmless_on_the_host() -> None:
 @pytest.mark.gpu
 @pytest.mark.not_rehearsed
 def test_tf32_is_taken_on_a_gpu() -> None:
-    """Rounding to 11 bits explains the error, of which float32 has but a thousandth."""
+    """The error is that of rounding to 11 bits; without TF32 it is a thousandth of that."""
     import cupy
 
     call = make_call("normal", 14, np.float32, *[(2, 70, 64)] * 3)
@@ -509,7 +511,7 @@ def test_tf32_is_taken_on_a_gpu() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", SCORE_OPTIONS)
 def test_weights(xp: ModuleType, dtype: str, options: str) -> None:
-    """Selected rows and columns of the definition's probabilities, exactly 0 where invisible."""
+    """Selected rows and columns are the definition's probabilities, exactly 0 where invisible."""
     kind = dtypes_of(xp, dtype)
     rows, keys = 19, 33
     given = {"enable_gqa": True, **SCORE_OPTIONS[options](rows, keys)}

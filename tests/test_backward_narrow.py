@@ -1,6 +1,6 @@
 """Are the gradients of narrow heads, on CUDA cores, within the budget, with every option?
 
-By a C++ compiler and on a GPU.
+The kernels run compiled by a C++ compiler, and on a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Is the gradient of Hopper what the definition says, for everything that its kernels take?
+"""Is the gradient on Hopper what the definition says, for everything that its kernels support?
 
-Each case asks for them by a configuration; one that cannot serve a call is an error.
+Each case asks for the kernels by a configuration. A configuration that a call cannot use is an
+error.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def upload(array):
 
 
 def forms(q, k, v, options, wrt=ALL):
-    """Configurations of every form that serves: one pass for all gradients, if they are all."""
+    """Return configurations of all usable forms; "one pass" is there for three gradients only."""
     problem = replace(describe(q, k, v, options), formulas=formulas_of(options))
     of_queries = chosen.one("backward_dq_sm90", problem)
     of_keys = chosen.passes("backward_dkv_sm90", problem, frozenset(wrt))
@@ -57,7 +58,7 @@ def forms(q, k, v, options, wrt=ALL):
 
 
 def differentiate(dout, q, k, v, out, lse, *, wrt=ALL, dlse=None, deterministic=True, **keywords):
-    """Gradients of each form, by its name and that of the input, written over NaN."""
+    """Return form -> input -> gradient, each written over NaN."""
     options = cuflash.Options(**keywords)
     gradients = {}
     for form, config in forms(q, k, v, options, wrt).items():
@@ -75,7 +76,7 @@ def differentiate(dout, q, k, v, out, lse, *, wrt=ALL, dlse=None, deterministic=
 
 
 def given(call):
-    """Options of a call on the device."""
+    """Return the options of a call, with its arrays on the device."""
     on_device = {}
     for name, value in call.options.items():
         if isinstance(value, np.ndarray):
@@ -87,9 +88,10 @@ def given(call):
 
 
 def check(call, deterministic=True, budget=None):
-    """Hold one call against the budget; returns its arrays, options and gradients by form.
+    """Check one call against the budget; return its arrays, its options and the gradients by form.
 
-    A ``budget`` is of the same call: out and lse, of which it depends, always have the same bits.
+    A ``budget`` may be passed if it is of the same call: it depends on out and lse, whose bits
+    never change.
     """
     arrays = [upload(call.array(name)) for name in ("dout", "q", "k", "v")]
     options = given(call)
@@ -123,7 +125,7 @@ def test_within_budget(head_dims, name):
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
 def test_every_family_of_inputs(family, head_dims, dtype):
-    """In order and, where one pass serves, in any order."""
+    """Every family is within the budget, in order and, where one pass is usable, in any order."""
     cases = ((SHAPES[1], {}), (SHAPES[1], {"causal": True}), (SHAPES[0], {"softcap": 30.0}))
     for shape, options in cases:
         call = make(head_dims, shape, options, dtype, family)
@@ -145,7 +147,7 @@ def test_every_family_of_inputs(family, head_dims, dtype):
 @pytest.mark.parametrize("family", ["normal", "lse_minus_120"])
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
 def test_tails(head_dims, family, options):
-    """Beside far logits: a key that does not exist has score 0, whose weight would be infinite."""
+    """Partial tiles are within the budget where exp would overflow for a padded score of 0."""
     sizes = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 193)
     for rows, keys in zip(sizes, (193, 17, 129, 1, 65, 63, 128, 64, 127, 16, 15), strict=True):
         check(make(head_dims, ((2,), rows, keys), options, np.float16, family))
@@ -210,7 +212,7 @@ def test_mask(head_dim):
     arrays, on_device, found = check(call)
     check(make((head_dim, head_dim), ((2, 3), 200, 333), {"mask": mask, "softcap": 3.0}))
     dout, q = call.dout.copy(), call.q.copy()
-    dout[0, :, 17], q[0, :, 17] = np.nan, np.inf  # of rows that see nothing
+    dout[0, :, 17], q[0, :, 17] = np.nan, np.inf  # these rows see nothing
     poisoned = [upload(dout), upload(q)]
     assert_same_bits(differentiate(*poisoned, *arrays[2:], **on_device), found)
 
@@ -247,7 +249,7 @@ def not_called(*_, **__):
 
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
 def test_formulas(head_dims):
-    """ALiBi as a formula, under a mask as one: the offset of these shapes is 100."""
+    """ALiBi and a window as formulas are within the budget; the offset of these shapes is 100."""
     slopes = cupy.array([0.3, 0.0, -0.05], np.float32)
     call = make(head_dims, ((2, 3), 300, 400), {"alibi_slopes": slopes.get(), "window": (None, 9)})
     arrays = [upload(call.array(name)) for name in ("dout", "q", "k", "v")]
@@ -350,7 +352,7 @@ def test_sequence_before_heads_and_rows_with_room_behind(head_dims):
 
 
 def assert_same_bits_a_thousand_times(differentiate):
-    """With more tiles than processors, which a busy stream takes away at times."""
+    """Check the bits with more tiles than SMs, some of which a second stream occupies at times."""
     busy = cupy.cuda.Stream(non_blocking=True)
     with busy:
         load = cupy.ones((2048, 2048), np.float32)
@@ -402,7 +404,7 @@ def test_the_same_bits_of_packed_sequences_beside_a_busy_stream(head_dims):
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.not_rehearsed
 def test_two_streams_share_the_processors(head_dim, deterministic):
-    """Tiles wait for tiles drawn before: two calls that share the processors both come through."""
+    """Tiles wait for tiles drawn before, yet two calls that share the SMs both finish."""
     arrays, options, want = check(
         make((head_dim, head_dim), ((2, 12), 900, 1100), {"causal": True})
     )
@@ -432,7 +434,7 @@ def test_two_streams_share_the_processors(head_dim, deterministic):
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
 @pytest.mark.parametrize("kv_heads", [12, 4], ids=["heads", "groups"])
 def test_sums_in_any_order(head_dims, options, dtype, kv_heads):
-    """Without a fixed order dk and dv keep their bits, dq changes in its last places."""
+    """Without a fixed order dk and dv keep their bits, and dq changes by at most two units."""
     d, d_v = head_dims
     call = problems.make_call(
         "normal", 3, dtype, (2, 12, 900, d), (2, kv_heads, 1100, d), (2, kv_heads, 1100, d_v),
@@ -441,7 +443,7 @@ def test_sums_in_any_order(head_dims, options, dtype, kv_heads):
     budget = Budget(call)
     arrays, on_device, want = check(call, budget=budget)
     want = want["one pass"]
-    bits = 16 if dtype is bfloat16 else 13  # of float32 that the dtype has not
+    bits = 16 if dtype is bfloat16 else 13  # significant bits of float32 that the dtype lacks
     unit = float(np.spacing(abs(want["q"]).max().astype(np.float32).get())) * 2**bits
     for _ in range(20):
         found = differentiate(*arrays, deterministic=False, **on_device)["one pass"]
@@ -468,7 +470,7 @@ def test_dout_of_stride_0(head_dims, repeated):
 
 
 def test_neighbours_leave_the_bits_alone():
-    """Whatever the other entries hold; how many there are decides how queries are split."""
+    """Values of other batch entries change no bit, though their number decides how rows split."""
     arrays, options, found = check(make((128, 128), ((3, 7), 300, 350), {"causal": True}))
     one = (slice(1, 2), slice(3, 4))
     others = [x.copy() for x in arrays]
@@ -485,7 +487,7 @@ def test_neighbours_leave_the_bits_alone():
 @pytest.mark.parametrize("name", ["none", "causal", "lengths"])
 @pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128)], ids=str)
 def test_two_kernels_have_the_bits_of_the_portable_ones(head_dims, name):
-    """Both sum 16 rows at a time, in the same order."""
+    """Both kernels sum 16 rows at a time in the same order, so that their bits are equal."""
     for call in in_every_shape(head_dims, name):
         arrays, options, found = check(call)
         with portable_kernels():
@@ -505,13 +507,13 @@ def test_config_decides_which_kernels_run(monkeypatch):
     )
     hopper, together = forms(*arrays[1:4], cuflash.Options()).values()
     smaller = BackwardConfigs(q=hopper.q.replace(block_n=64), kv=hopper.kv.replace(block_m=64))
-    one_pass = [True, False]  # does it load by tensor maps?
+    one_pass = [True, False]  # does the kernel load by tensor maps?
     for config, mapped in (
         (portable, [False, False]),
         (hopper, [True, True]),
         (smaller, [True, True]),
         (together, one_pass),
-        (portable.q, [True, False]),  # one kernel's: dk and dv come first
+        (portable.q, [True, False]),  # config of one kernel: dk and dv come first
         (portable.kv, [False, True]),
         (smaller.q, [True, True]),
         (together.qkv, one_pass),

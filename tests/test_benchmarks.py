@@ -35,7 +35,7 @@ from cuflash._timing import clock as timing
 from cuflash._timing.machine import device_slug
 
 ROOT = Path(__file__).resolve().parents[1]
-FOUND = ("impl", "pass", "options", "timing", "ms", "tflops")  # of a row, beside its workload
+FOUND = ("impl", "pass", "options", "timing", "ms", "tflops")  # keys of a row beside its workload
 TINY = tuning.Workload(2, 4, 4, 33, 33, 16, 16, "float32")
 
 
@@ -98,7 +98,7 @@ def test_unfused_baseline_is_attention(causal, heads_kv, seqlen_k):
 
 
 def test_unfused_baseline_multiplies_no_bfloat16():
-    """CuPy cannot; rounded inputs give what they give in float32, to the last bit."""
+    """bfloat16 inputs are multiplied as float32, to the last bit: CuPy multiplies no bfloat16."""
     ((q, k, v, dout),) = replace(TINY, dtype="bfloat16").inputs(np)
 
     def found(dout, q, k, v):
@@ -143,14 +143,14 @@ def test_host_clock_measures_milliseconds():
 
 @pytest.mark.parametrize(("late", "milliseconds"), [(0, 1.0), (2, 3.0), (9, 4.0)])
 def test_samples_that_the_host_launched_late_are_taken_again(late, milliseconds):
-    """The device overwrites its cache for twice as long each time, four times at most."""
+    """A late sample is retaken at most four times, with twice as many cache fills each time."""
     written, events = [], itertools.count()
 
     def event():
         number = next(events)
         return types.SimpleNamespace(
             number=number, record=lambda stream: None, synchronize=lambda: None,
-            done=number < 2 * late,  # of the first events of so many pairs
+            done=number < 2 * late,  # the first ``late`` pairs of events are done too early
         )  # fmt: skip
 
     clock = object.__new__(timing.DeviceClock)
@@ -228,7 +228,7 @@ def test_gradients_alone_and_behind_their_forward_are_the_same(pass_):
 
 @pytest.fixture
 def called(monkeypatch):
-    """Return a function that lists what of a module is called from now on, and its keywords."""
+    """Return a function that records the calls of a module's functions with their keywords."""
 
     def record(module, *names):
         seen = []
@@ -252,7 +252,7 @@ def called(monkeypatch):
     ],
 )
 def test_the_forward_is_part_of_both(called, name, module, functions):
-    """Timed without it, a call would be the gradient alone."""
+    """A call of fwd+bwd runs the forward, too, and not the gradient alone."""
     calls = peers.IMPLEMENTATIONS[name].prepare(TINY, "fwd+bwd", TINY.inputs(np)).calls
     seen = called(module, *functions)
     calls[0]()
@@ -298,7 +298,7 @@ def test_as_many_tiles():
 @pytest.mark.parametrize(("place", "words"), [(2, "differs"), (0, "out of order")])
 def test_what_is_wrong_or_fails_leaves_a_note_and_the_others(run, place, words):
     class Other(peers.Naive):
-        """Fails, or gives the result of another call."""
+        """Fails, or returns the result of another call."""
 
         name = "other"
 
@@ -343,7 +343,7 @@ def test_first_calls_are_one_cold_and_seven_warm(run, monkeypatch):
 
 @pytest.mark.full
 def test_command_on_a_machine_without_a_gpu(tmp_path):
-    """The real command, in a process of its own."""
+    """The real command runs in a process of its own."""
     command = [sys.executable, "-m", "cuflash", "bench", "--device", "cpu", "--pass", "fwd"]
     done = subprocess.run(
         [*command, "--set", "cpu", "--impl", "cuflash,fa2", "--topic", "try", "--out", tmp_path,
@@ -366,16 +366,16 @@ def clock():
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_device_clock_sees_the_memory_bandwidth(clock):
-    """Reading and writing 1 GB takes as long as its bytes, by events and, 8 times, by a graph.
+    """Copying 1 GB takes the same time by events and, 8 times, by a graph.
 
-    What else runs on the device may slow one of the two: once in five they have to agree.
+    Other work on the device may slow one of the two, so they have to agree in one of five tries.
     """
     cupy = clock.cupy
     source = cupy.ones(1 << 28, cupy.float32)
     target = cupy.empty_like(source)
 
     def copy():
-        cupy.negative(source, out=target)  # a kernel: in a graph, copies take another engine
+        cupy.negative(source, out=target)  # a kernel: in a graph, copies would run on a copy engine
 
     with clock.scope():
         replay = clock.capture([copy] * 8)
@@ -387,13 +387,13 @@ def test_device_clock_sees_the_memory_bandwidth(clock):
     assert (by_events.timing, by_graph.timing) == ("events", "graph")
     assert by_graph.ms == pytest.approx(by_events.ms, rel=0.2)
     bandwidth = 2 * source.nbytes / by_events.ms / 1e6
-    assert 100 < bandwidth < 20_000  # GB/s: between the slowest and the fastest device there is
+    assert 100 < bandwidth < 20_000  # GB/s, between the slowest and the fastest device that exists
 
 
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_levels_of_memory_differ_as_they_should() -> None:
-    """What else runs on the device slows one or the other: once in three they have to."""
+    """Levels of memory differ as they should, in one of three tries beside other work."""
     for _ in range(3):
         levels = {level.name: level for level in memory.measure()}
         value = {name: level.value for name, level in levels.items()}
@@ -412,7 +412,7 @@ def test_levels_of_memory_differ_as_they_should() -> None:
 
 @pytest.fixture
 def gpu_run(clock):
-    """Return a function that makes a run on the GPU, of cuflash alone if not told otherwise."""
+    """Return a function that makes a run on the GPU, by default of cuflash alone."""
     import cupy
 
     def make(dtype, passes, names=("cuflash",)):
@@ -459,7 +459,7 @@ def test_peak_memory_counts_what_lives_at_one_time():
 
 
 class Tensor:
-    """What of a torch tensor ``arrange`` asks for, on NumPy's memory."""
+    """A torch tensor on NumPy's memory, with the methods that ``arrange`` calls."""
 
     def __init__(self, array):
         self.array = array

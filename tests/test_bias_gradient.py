@@ -1,7 +1,7 @@
-"""Is the gradient of a bias of pairs right, whichever way its sums take? By a C++ compiler.
+"""Is the gradient of a bias of pairs right, whichever way it is summed?
 
-The kernel writes a gradient of 16-bit elements itself; where tiles are few, sums of parts of the
-entries are added up after it.
+The kernels run compiled by a C++ compiler. The kernel itself writes a gradient of 16-bit elements.
+Where tiles are few, batch entries are summed in parts, which are added up afterwards.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_within_budget(device: HostDevice, batch: Any, bias: Any, options: Any) 
 
 
 def test_sums_of_parts_take_four_copies_at_most() -> None:
-    """Parts are equal, of eight entries at least; where tiles are many, sums are the gradient."""
+    """Parts have at least eight entries and are equal; with many tiles there is only one part."""
     for batch, shape, num_sms, parts in (
         (256, (1, 4, 256, 256), 132, 4),
         (128, (1, 4, 768, 768), 132, 1),
@@ -108,7 +108,7 @@ def test_compiles_without_spills(generation: int, head_dim: int) -> None:
 
 
 def held(problem: Any) -> list[Any]:
-    """The kernels of dq, of dk and dv, and of the sums, in float32."""
+    """Return the kernels of dq, of dk and dv, and of the bias gradient's sums, in float32."""
     given = (Request(problem).smem_limit, 16)
     return [
         chosen.portable("backward_dq_sm80", problem, *given),
@@ -126,7 +126,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("name", BOUNDS)
 def test_lanes_hold_a_bias_beside_float32(device: HostDevice, name: str) -> None:
-    """Of pairs that exist, some of them hidden by it."""
+    """A bias held in registers is within the budget in float32, with some pairs hidden by -inf."""
     bias = a_bias(2, 70, 81, dtype=np.float32)
     shapes = (2, 2, 70, 12), (2, 2, 81, 12), (2, 2, 81, 12)
     options = {"bias": bias, **BOUNDS[name]}

@@ -1,6 +1,6 @@
 """Is a bias gradient right that one pass writes, where each element is of one pair? On Hopper.
 
-Any other bias has a kernel of sums: ``test_bias_gradient.py``.
+Gradients of other biases have a kernel of sums: ``test_bias_gradient.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from support.memory import to_device
 from support.problems import Call, make_call
 
 HEADS = 3
-#: Batch, heads of keys, queries, keys, options.
+#: (batch, heads of keys, queries, keys, options)
 CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "ragged": (2, HEADS, 300, 400, {}),
     "odd rows": (2, HEADS, 130, 397, {}),
@@ -42,12 +42,12 @@ CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     ),
     "parts of the queries": (1, HEADS, 1500, 104, {"causal": "top_left"}),
 }  # fmt: skip
-#: Where registers hold a bias beside 128 columns, and store its gradient.
+#: Cases at head size 128 in which registers hold a bias and its gradient is stored from them.
 AT_128 = ("ragged", "lengths")
 
 
 def bias_of(shape: tuple[int, ...], dtype: Any = bfloat16) -> np.ndarray:
-    """Of some pairs -inf, of all of one row and all of one key."""
+    """Return a bias that is -inf for some pairs, for one whole row and for one whole key."""
     rng = np.random.default_rng(0)
     bias = rng.standard_normal(shape).astype(dtype)
     bias[rng.random(shape) < 0.1] = bias[..., 13, :] = bias[..., 20] = -np.inf
@@ -62,7 +62,7 @@ def call_of(name: str, head_dim: int, dtype: Any = bfloat16) -> Call:
 
 
 def kernels_of(bias: np.ndarray, **options: Any) -> list[str]:
-    """Names of the kernels of all gradients, for a call of two batch entries with three heads."""
+    """Return the names of the kernels of all gradients, for two batch entries with three heads."""
     q = np.zeros((2, 3, 200, 64), options.pop("dtype", bfloat16))
     problem = describe(q, q, q, Options(bias=bias, **options))
     wanted = Wanted({**dict.fromkeys("qkv", ()), "bias": bias.shape})
@@ -121,7 +121,7 @@ def uploaded(value: Any) -> Any:
 
 
 def gradients(call: Call, out: Any, lse: Any, *, odd: bool = False, **keywords: Any) -> Any:
-    """Of q, k, v and bias, written over NaN; with ``odd`` into every second column of an array."""
+    """Return all gradients, written over NaN; with ``odd`` into every second column of an array."""
     dout, q, k, v = (uploaded(call.array(name)) for name in ("dout", "q", "k", "v"))
     room = {}
     for name in call.wrt:
@@ -136,7 +136,7 @@ def gradients(call: Call, out: Any, lse: Any, *, odd: bool = False, **keywords: 
 
 
 def results(call: Call) -> Any:
-    """Out and lse on the device."""
+    """Return out and lse on the device."""
     q, k, v = (uploaded(call.array(name)) for name in ("q", "k", "v"))
     options = {name: uploaded(value) for name, value in call.options.items()}
     return cuflash.attention(q, k, v, return_lse=True, **options)
@@ -148,7 +148,7 @@ def as_numpy(found: Any, names: tuple[str, ...]) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def launched() -> Any:
-    """The kernels of the plans that a test makes."""
+    """Yield the kernels of the plans that a test makes."""
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     if cupy.cuda.Device().compute_capability != "90":
         pytest.skip("the device has no wgmma")
@@ -168,7 +168,7 @@ def launched() -> Any:
     [(name, d) for name in CASES for d in (32, 64, 96, 128) if d < 128 or name in AT_128],
 )
 def test_within_budget(name: str, head_dim: int) -> None:
-    """In order, in any order and in other strides; dbias does not depend on the order."""
+    """Every order and stride is within the budget; dbias has the same bits in all of them."""
     dtype = np.float16 if head_dim == 96 else bfloat16
     call = call_of(name, head_dim, dtype)
     out, lse = results(call)
@@ -184,7 +184,7 @@ def test_within_budget(name: str, head_dim: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("launched")
 def test_a_value_that_one_row_sees_is_nan() -> None:
-    """That row is non-finite where it sees, and no other; a bias of -inf hides the rest."""
+    """A NaN value makes dbias NaN only in the row that sees it, where the bias is not -inf."""
     call = call_of("ragged", 64)
     bias, v = call.options["bias"].copy(), call.v.copy()
     bias[..., 50] = -np.inf

@@ -1,8 +1,8 @@
 """Does the oracle see what is wrong, and leave alone what is right?
 
 A fused kernel is emulated in NumPy: key tiles with running maximum and sum, the declared 16-bit
-roundings, a gradient by recomputation. As it stands it is correct arithmetic and must pass on every
-input family. With one seeded bug it must fail, in every dtype.
+roundings, a gradient by recomputation. Without a bug its arithmetic is correct and must pass on
+every input family. With one seeded bug it must fail, in every dtype.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _narrow(array: np.ndarray, call: Call) -> np.ndarray:
 def _accumulate(
     acc: np.ndarray, a: np.ndarray, b: np.ndarray, call: Call, in_sixteen_bits: bool
 ) -> np.ndarray:
-    """acc + a @ b, as tensor cores do it: 16 keys at a time."""
+    """Return acc + a @ b; in 16 bits rounded after every 16 keys, as by a tensor core."""
     if not in_sixteen_bits:
         return acc + a @ b
     for start in range(0, b.shape[-2], 16):
@@ -138,7 +138,7 @@ def _visible(x: model_flash.Expanded, bug: str) -> np.ndarray:
 
 
 def _kept(x: model_flash.Expanded, tile: slice, bug: str) -> np.ndarray:
-    """Factor of a tile's weights."""
+    """Return the factors by which dropout multiplies a tile's weights."""
     kept = x.kept[..., tile]
     if bug == "dropout mask of the neighbouring head":
         kept = np.roll(kept, 1, -3)
@@ -151,7 +151,7 @@ def _kept(x: model_flash.Expanded, tile: slice, bug: str) -> np.ndarray:
 def tiled_forward(
     call: Call, x: model_flash.Expanded, bug: str = ""
 ) -> tuple[np.ndarray, np.ndarray]:
-    """FlashAttention-2's forward over key tiles, with one bug or none."""
+    """Compute FlashAttention-2's forward over key tiles, with at most one bug."""
     k, v = _heads(call, x, bug)
     visible = _visible(x, "" if "backward" in bug else bug)
     shape, keys = x.q.shape[:-1], k.shape[-2]
@@ -203,7 +203,7 @@ def tiled_forward(
 def tiled_backward(
     call: Call, x: model_flash.Expanded, out: np.ndarray, lse: np.ndarray, bug: str = ""
 ) -> dict[str, np.ndarray]:
-    """The gradient by recomputation over key tiles, with one bug or none."""
+    """Compute the gradient by recomputation over key tiles, with at most one bug."""
     number = x.q.dtype.type
     k, v = x.k, x.v
     visible = _visible(x, bug)
@@ -260,7 +260,7 @@ def emulate(call: Call, bug: str = "", *, arithmetic: object = None) -> None:
 
 
 def suite(dtype: np.dtype, families: tuple[str, ...], seed: int = 0) -> list[Call]:
-    """One causal call with every feature that a bug can hit, per family."""
+    """Return one causal call of each family, with every feature that a bug can affect."""
     calls = []
     for family in families:
         rng = np.random.default_rng(seed + 1000)
@@ -283,7 +283,7 @@ def suite(dtype: np.dtype, families: tuple[str, ...], seed: int = 0) -> list[Cal
 
 
 def small(call: Call) -> Call:
-    """The float64 variant of a call: its truth is longdouble, which no BLAS speeds up."""
+    """Return a smaller call of float64, since its longdouble truth is slow without a BLAS."""
     if call.dtype != np.float64:
         return call
     rows, keys = slice(0, 40), slice(0, 104)
@@ -311,7 +311,7 @@ def test_correct_arithmetic_passes(dtype: str, family: str) -> None:
     "dtypes", [(np.float16, np.float32, np.float32), (np.float32, bfloat16, np.float64)], ids=str
 )
 def test_operands_of_different_dtypes(dtypes: tuple[type, ...]) -> None:
-    """What is computed in the widest dtype passes; in that of the narrowest operand it does not."""
+    """Arithmetic in the widest dtype passes; in the dtype of the narrowest operand it fails."""
     call = small(make_call("normal", 0, dtypes, Q, KV, KV, options={"enable_gqa": True}))
     emulate(call)
     narrow = min(map(np.dtype, dtypes), key=lambda dtype: dtype.itemsize)
@@ -328,7 +328,7 @@ def test_operands_of_different_dtypes(dtypes: tuple[type, ...]) -> None:
 @pytest.mark.parametrize("keys", [1, 2, 3, 17])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_correct_arithmetic_passes_where_chance_rules(dtype: str, keys: int) -> None:
-    """On a handful of elements max|M - T| may be 0 by luck."""
+    """Correct arithmetic passes on a handful of elements, where max|M - T| may be 0 by luck."""
     for family in OF_EVERY_DTYPE:
         for seed in range(3):
             emulate(make_call(family, seed, DTYPES[dtype], (1, 8), (keys, 8), (keys, 1)))
@@ -337,7 +337,7 @@ def test_correct_arithmetic_passes_where_chance_rules(dtype: str, keys: int) -> 
 @pytest.mark.parametrize("family", OF_EVERY_DTYPE)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_units_of_log_2_pass(dtype: str, family: str) -> None:
-    """One fused multiply-add forms an exponent, as in every fast kernel: references are rounded."""
+    """One fused multiply-add per exponent passes, though it rounds the references of rows."""
     for seed in range(4):
         q, kv = (2, 4, 65, 64), (2, 4, 129, 64)
         call = make_call(family, seed, DTYPES[dtype], q, kv, kv)
@@ -375,7 +375,7 @@ def test_float32_in_float64_is_caught() -> None:
 
 
 def test_tf32_in_float32_is_caught() -> None:
-    """Operands of 11 significant bits, as TF32 products have, are not float32."""
+    """Operands of 11 significant bits, as in TF32 products, fail the budget of float32."""
     call = make_call("normal", 0, np.float32, (2, 64, 64), (2, 256, 64), (2, 256, 64))
     x = model_flash.expand(call, np.float32)
     x.q = with_significant_bits(x.q, 11)
@@ -385,7 +385,7 @@ def test_tf32_in_float32_is_caught() -> None:
 
 
 def with_significant_bits(array: np.ndarray, bits: int) -> np.ndarray:
-    """The nearest numbers of so many bits."""
+    """Round to the nearest numbers with ``bits`` significant bits."""
     mantissa, exponent = np.frexp(array)
     return np.ldexp(np.round(mantissa * 2**bits) / 2**bits, exponent).astype(array.dtype)
 
@@ -397,7 +397,7 @@ def with_significant_bits(array: np.ndarray, bits: int) -> np.ndarray:
 def test_products_of_tf32_pass_by_their_own_budget(
     bits: int, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of 8 bits, as bfloat16 has, do not."""
+    """Products of 11 bits pass the budget of TF32, and products of 8 bits, as in bfloat16, fail."""
     options = {"causal": True, "softcap": 20.0}
     call = make_call(family, 0, np.float32, Q, KV, KV, options={**options, "enable_gqa": True})
     budget, x = Budget(call.but(tf32=True)), model_flash.expand(call, np.float32)
@@ -420,7 +420,7 @@ def test_products_of_tf32_pass_by_their_own_budget(
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "rows"), [("one_sign", 512), ("one_sign_near_1", 256)])
 def test_sums_that_are_cut_off_are_caught(family: str, rows: int) -> None:
-    """So were all columns of dp once, and 64 keys of out: dk erred seven times as much."""
+    """Sums cut off over all columns of dp and 64 keys of out fail: dk errs seven times as much."""
     shape = (rows, 128)
     call = make_call(family, 0, np.float32, shape, shape, shape).but(wrt=("q", "k"))
     out, lse, dq, dk = cut_sums.attention(call, in_parts=True)
@@ -456,7 +456,7 @@ def test_the_worst_element_is_reported() -> None:
 
 
 def test_what_gpu_code_flushes_passes_and_nothing_larger() -> None:
-    """The gradient of a float32 sink beside float64 is 0 below float32's normal range. (D93)"""
+    """The gradient of a float32 sink beside float64 may be 0 below float32's normal range. (D93)"""
 
     def check_zeros(sink: float) -> None:
         options = {"sink": np.full(2, sink, np.float32)}
@@ -528,13 +528,13 @@ def test_entries_that_share_something_stay_together(monkeypatch, call) -> None:
 
 
 def sample(rows: int = 512, heads: int = 6, columns: int = 16, family: str = "normal") -> Budget:
-    """The budget of a call of float16."""
+    """Return the budget of a float16 call."""
     shapes = ((heads, rows, 16), (heads, rows, 16), (heads, rows, columns))
     return Budget(make_call(family, 0, np.float16, *shapes))
 
 
 def test_one_head_that_errs_too_much_is_caught() -> None:
-    """By as little as the mean over all heads hides."""
+    """An error in one head is caught even if the mean over all heads hides it."""
     budget = sample()
     tensor = budget.forward.out
     out, error = tensor.model.astype(np.float64), tensor.model - tensor.truth
@@ -558,7 +558,7 @@ def test_one_element_that_errs_more_than_roundings_can_is_caught() -> None:
 
 
 def test_rows_and_not_elements_make_a_sample() -> None:
-    """Elements of a row have the error of its sum in common."""
+    """Samples count rows, not elements: the elements of a row share the error of its sum."""
     factor = 1 + 0.9 * 2.0**-11
     few = sample(4, 2, 1024, "uniform")
     few.check_forward(few.truth.out * factor)
@@ -588,7 +588,7 @@ def test_logarithms_that_are_not_those_of_their_rows_are_caught(value: float) ->
 
 
 def test_logarithms_have_their_digits() -> None:
-    """Where all scores are 0, the bound is 21 roundings."""
+    """lse where all scores are 0 may err by 21 roundings."""
     call = make_call("normal", 0, np.float32, (3, 4), (5, 4), (5, 4), options={"scale": 0.0})
     budget = Budget(call)
     budget.check_forward(budget.truth.out, budget.truth.lse + 8 * budget.u)

@@ -26,7 +26,7 @@ def test_sphinx_reads_a_copy_beside_the_other_folders(tmp_path):
 
 @pytest.mark.parametrize("path", INVENTORIES, ids=lambda p: p.stem)
 def test_inventories_are_read_as_they_were_written(path, tmp_path):
-    """As Sphinx reads them: four lines, then zlib."""
+    """Packed inventories have Sphinx's format: four lines, then zlib."""
     copy = tmp_path / path.name
     copy.write_bytes(path.read_bytes())
     build_docs.pack_inventories(tmp_path)
@@ -36,13 +36,13 @@ def test_inventories_are_read_as_they_were_written(path, tmp_path):
     entries = zlib.decompress(rest).decode().splitlines()
     assert entries
     for entry in entries:
-        # A $ is the name, but at the end only.
+        # $ is short for the name, but only as the end of an address.
         assert re.fullmatch(r"([\w.]+) py:\w+ 1 reference/generated/\1\.html#\$ -", entry)
     assert entries == sorted(set(entries))
 
 
 def file_of(page: Path, target: str) -> Path:
-    """The file that a link leads to; pages of the gallery are built from examples."""
+    """Return the file that a link leads to. Pages of the gallery are built from examples."""
     found = (page.parent / target.partition("#")[0]).resolve()
     if found.parent == ROOT / "docs" / "gallery":
         name = "GALLERY_HEADER.rst" if found.stem == "index" else f"{found.stem}.py"
@@ -52,7 +52,7 @@ def file_of(page: Path, target: str) -> Path:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.relative_to(ROOT / "docs").as_posix())
 def test_links_of_pages_lead_to_files(path):
-    """Sphinx says so too, with anchors; here it takes a second, and pages also work without it."""
+    """Relative links lead to files. Sphinx checks that too, but slowly and for the site alone."""
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r'\]\(([^)\s]+)(?: "[^"]*")?\)', text):
         if "://" not in target and not target.startswith("#"):

@@ -32,7 +32,7 @@ def device(tmp_path_factory: Any) -> Iterator[HostDevice]:
 
 
 class Twin:
-    """A cache in NumPy, and the same arrays written by kernels."""
+    """A cache in NumPy, and a second set of its arrays, which kernels write."""
 
     def __init__(self, sequences: int, pages: int, dtype: Any = np.float32) -> None:
         self.cache, own = (
@@ -50,7 +50,7 @@ class Twin:
     def append(
         self, k: Any, v: Any, counts: Any = None, frequencies: Any = None, **rotary: Any
     ) -> None:
-        """By kernels alone: what finds no room is dropped."""
+        """Append by kernels alone, which drop tokens that find no room."""
         counts = None if counts is None else on_device(np.asarray(counts, np.int64))
         kernels.grow(
             self.table, self.lengths, self.dropped, counts, self.starts, self.sources, self.taken,
@@ -86,7 +86,7 @@ def check_equal(found: Any, expected: Any, tolerance: float) -> None:
 
 
 def tokens(rng: np.random.Generator, sequences: int, steps: int, dtype: Any = np.float32) -> Any:
-    """Keys and values, each in strides of its own."""
+    """Return keys and values, neither of them contiguous."""
     k = rng.standard_normal((sequences, steps, D, HEADS)).astype(dtype)
     v = rng.standard_normal((sequences, HEADS, steps, 2 * D_V)).astype(dtype)
     return k.transpose(0, 3, 1, 2), v[..., ::2]
@@ -122,7 +122,7 @@ def test_any_calls_make_the_arrays_of_numpy(sequences: int, pages: int, dtype: A
 
 @pytest.mark.usefixtures("device")
 def test_what_finds_no_room_is_dropped() -> None:
-    """Sequences in their order take the free pages, and what is left out is counted."""
+    """Sequences take free pages in order, and tokens that find no page are dropped and counted."""
     twin = Twin(3, 5)
     k, v = tokens(np.random.default_rng(0), 3, 9)
     twin.append(k, v)  # three pages each
@@ -133,7 +133,7 @@ def test_what_finds_no_room_is_dropped() -> None:
     twin.append(k, v, [-4, 10**12, 2])  # counts are clamped, and no page is free
     assert [*twin.lengths] == [9, 8, 0]
     assert [*twin.dropped] == [0, 1 + 9, 9 + 2]
-    twin.take([0, 0, 0])  # the page that is not full is shared, and cannot be copied but once
+    twin.take([0, 0, 0])  # the page that is not full is shared, and free pages suffice for one copy
     twin.append(k, v, [1, 1, 1])
     assert [*twin.lengths] == [10, 10, 9]
     assert [*twin.table[:, 2]] == [3, 4, 2]
@@ -144,7 +144,7 @@ def test_what_finds_no_room_is_dropped() -> None:
 
 @pytest.mark.usefixtures("device")
 def test_a_table_of_any_numbers_is_no_fault() -> None:
-    """Numbers of no page, lengths beyond the cache: neither is written through."""
+    """Page numbers and lengths outside the cache write nothing outside it."""
     twin = Twin(2, 20)
     twin.table[:] = [[-5], [10**9]]
     twin.lengths[:] = -3, 10**6
@@ -157,7 +157,7 @@ def test_a_table_of_any_numbers_is_no_fault() -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("number", [-5, 20, 10**9])
 def test_a_page_that_does_not_exist_is_replaced(number: int) -> None:
-    """Where a key is added to it: nothing is written through its number."""
+    """A page number that does not exist is replaced by a free page when a key is added to it."""
     twin = Twin(2, 20)
     k, v = tokens(np.random.default_rng(0), 2, 2)
     twin.append(k, v)
@@ -179,7 +179,7 @@ def test_a_page_that_does_not_exist_is_replaced(number: int) -> None:
 def test_keys_are_turned_as_they_are_written(rotation: str, dtype: Any) -> None:
     twin, interleaved = Twin(2, 20, dtype), rotation == "neighbours"
     k, v = tokens(np.random.default_rng(0), 2, 7, dtype)
-    own = on_device(np.arange(D) / 7)[:33] if interleaved else None  # of fewer pairs
+    own = on_device(np.arange(D) / 7)[:33] if interleaved else None  # fewer pairs
     options = {"interleaved": interleaved, "frequencies": own}
     pairs = D // 2 if own is None else len(own)
     for part in (slice(0, 3), slice(3, 7)):
@@ -188,7 +188,7 @@ def test_keys_are_turned_as_they_are_written(rotation: str, dtype: Any) -> None:
         twin.cache.append(*new, rotary=True, **options)
     expected = cuflash.rotary(k, np.arange(7), **options)
     found = [twin.k[twin.table[0, n // SIZE], :, n % SIZE] for n in range(7)]
-    tolerance = 1e-14 if dtype == np.float64 else 0  # sines of two libraries
+    tolerance = 1e-14 if dtype == np.float64 else 0  # two libraries compute the sines
     check_equal(np.stack(found, axis=1), expected[0], tolerance)
     twin.check(tolerance)
 
@@ -204,7 +204,7 @@ def test_rotary(positions: Any, inverse: bool) -> None:
         "entries": rng.integers(-9, 99999, (3, 1, 20)).astype(np.int32)[..., ::2],
         "eight axes": rng.integers(-9, 99, (1, *(2,) * 8)).T,
     }
-    if positions == "eight axes":  # of which no two count as one
+    if positions == "eight axes":  # no two of these axes can be merged into one
         x = rng.standard_normal((2,) * 8 + (3, 70)).astype(np.float32)
     given, frequencies = arrays.get(positions, positions), np.arange(33.0)
     x, out = on_device(x), on_device(np.full(x.shape, np.nan, np.float32))

@@ -1,4 +1,4 @@
-"""Is what kernels make of products near 0 their capped score, for any softcap and scale?"""
+"""Do kernels make of products near 0 the capped score, for any softcap and scale?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuflash._problem import capped
 from cuflash._problem.problem import Problem, describe
 
 FLOAT32 = np.float32
-#: High and low beside each other: a coefficient of each of the polynomials is no normal number.
+#: At very small and very large caps, some coefficients of the polynomials are no normal numbers.
 CAPS = st.floats(-60, 60).map(math.exp2)
 SCALES = st.tuples(st.sampled_from((-1.0, 1.0)), st.floats(-30, 20)).map(
     lambda given: given[0] * math.exp2(given[1])
@@ -49,7 +49,7 @@ def test_products_near_0(softcap: float, scale: float) -> None:
 
 @given(CAPS, SCALES)
 def test_no_square_of_a_larger_product_counts_as_near(softcap: float, scale: float) -> None:
-    """Kernels ask for the sign of a square less another; where one is not near, for the product."""
+    """Squares of products beyond near_product are at least near_square, which is tested first."""
     of = parameters(problem_of(softcap, scale))
     beyond = np.nextafter(of["near_product"], FLOAT32(np.inf))
     assert float(beyond) ** 2 >= float(of["near_square"])

@@ -1,6 +1,6 @@
 """Does ``python -m cuflash`` do what it says, with statuses that a script can trust?
 
-Commands run in this process, but for the tests that have to show the real start.
+Commands run in this process, except in tests of the real start.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ H100 = select_hardware.typical("sm_90")
 
 @pytest.fixture(autouse=True)
 def store(tmp_path, monkeypatch):
-    """Give every test a store of kernels of its own."""
+    """Give every test an empty kernel cache of its own."""
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
 
@@ -54,7 +54,7 @@ def no_device(monkeypatch):
 
 @pytest.fixture
 def command(capsys):
-    """Run a line of the shell; return exit status, standard output and standard error."""
+    """Return a function that runs a command line and returns exit status, stdout and stderr."""
 
     def run(line):
         capsys.readouterr()
@@ -69,7 +69,7 @@ def command(capsys):
 
 @pytest.fixture
 def explained(command):
-    """Return what explain says in JSON, on Hopper and without compiling if not told otherwise."""
+    """Return a function that returns explain's JSON, by default on Hopper and without compiling."""
 
     def run(line=""):
         status, out, err = command(f"explain --arch sm_90a --no-compile --json {line}")
@@ -83,7 +83,7 @@ NAMES = list(_cli._COMMANDS)
 
 
 def test_the_real_command(tmp_path):
-    """In a folder with a package of its own that is called benchmarks."""
+    """The real command works in a folder that has a package of its own called benchmarks."""
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").write_text("raise SystemExit(9)")
     path = os.pathsep.join((str(Path(cuflash.__file__).parents[1]), *sys.path))
@@ -248,7 +248,7 @@ def test_a_problem_is_explained_without_the_memory_that_it_takes(command, explai
 
 
 def test_a_problem_without_its_arrays_is_that_of_the_call():
-    """Layouts, dtypes and options, arrays of pairs included."""
+    """A workload describes the problem of its own arrays, with layouts, dtypes and options."""
     work = tuning.Workload(2, 4, 2, 50, 70, 64, 32, "bfloat16", causal=True)
     for given in ({}, {"arrays": ("mask", "bias", "kv_lengths", "sink")}, {"heads_kv": 4}):
         own = replace(work, **given)
@@ -283,14 +283,14 @@ def test_tiles_of_few_rows_are_explained(explained):
 def test_query_heads_that_share_a_tile_are_explained_as_they_run():
     decoding = tuning.Workload(8, 32, 8, 1, 4096, 128, 128, "bfloat16", causal=True)
     config = forward_of(decoding.problem(), H100)
-    assert not config.window_right  # one row sees all keys: no mask is compiled in
+    assert not config.window_right  # one row sees all keys, so that no mask is compiled in
     apart = tuning.Workload(8, 8, 8, 65, 4096, 128, 128, "bfloat16", causal=True)
     assert forward_of(apart.problem(), H100).window_right
 
 
 @pytest.mark.parametrize(("head_dim_v", "arrays"), [(3, ""), (0, "--arrays key_bias")])
 def test_narrow_heads_are_bound_by_exponentials(command, explained, head_dim_v, arrays):
-    """16 of a multiprocessor in a clock of 1.83 GHz; 0 columns of v are logsumexp."""
+    """An SM computes 16 exponentials per clock (1.83 GHz); d_v = 0 is a call of logsumexp."""
     line = f"--dtype float32 --head-dim 3 --head-dim-v {head_dim_v} {arrays}"
     (own,) = explained(line)["kernels"]
     assert (own["kernel"], own["tile"]["block_n"]) == ("forward_narrow", 128)
@@ -299,7 +299,7 @@ def test_narrow_heads_are_bound_by_exponentials(command, explained, head_dim_v, 
     assert own["bound_ms"] == pytest.approx(pairs / (132 * 16 * 1.83e9) * 1e3)
     assert own["bound_tflops"] == pytest.approx(own["tflop"] / own["bound_ms"] * 1e3)
     assert own["least_ms"]["device memory"] == pytest.approx(own["once"] / 3352e9 * 1e3)
-    values = 2 * 16 * 8192 * (2 * (3 + head_dim_v) + 1)  # of q, k, v, out and lse
+    values = 2 * 16 * 8192 * (2 * (3 + head_dim_v) + 1)  # elements of q, k, v, out and lse
     assert own["once"] == 4 * (values + 8192 * bool(arrays))
     text = command(f"explain --arch sm_90a --no-compile {line}")[1]
     assert "ms at least, by exponentials (" in text
@@ -385,7 +385,7 @@ def test_a_tile_is_said_to_be_from_the_module_that_has_it(explained, line, table
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
 def test_passes_for_one_gradient_are_explained_as_such(explained, dtype, size):
-    """At wide heads dk and dv have a pass each where a score branches: both multiply q with k."""
+    """Wide dk and dv have a pass each where a score branches, and both passes multiply q with k."""
     line = f"--backward --dtype {dtype} --softcap 30 --head-dim 192 --head-dim-v 128"
     kernels = explained(line)["kernels"]
     (forward,) = (own for own in kernels if own["kernel"].startswith("forward"))
@@ -394,7 +394,7 @@ def test_passes_for_one_gradient_are_explained_as_such(explained, dtype, size):
     assert dk["tflop"] == pytest.approx(product * (2 * 192 + 128))
     assert dv["tflop"] == pytest.approx(product * (192 + 128))
     assert (dk["gradient"], dv["gradient"]) == ("dk", "dv")
-    written = 2 * 16 * 8192 * size * 192  # dk is written, and v read where dv is written
+    written = 2 * 16 * 8192 * size * 192  # dk is written, v is read for dv
     assert dk["once"] - dv["once"] == written
 
 
@@ -495,7 +495,7 @@ def test_every_kind_of_result_is_rendered(command, name, words):
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """The kernels lie in the package, as in a wheel, and no folder benchmarks/ beside them."""
+    """Place the kernels in the package, as a wheel does, with no folder benchmarks/ beside them."""
     monkeypatch.setattr(from_checkout, "kernels_dir", lambda: tmp_path / "cuflash" / "kernels_cu")
 
 
@@ -549,7 +549,7 @@ def test_what_is_no_result_is_not_rendered(command, tmp_path, content):
         assert "bad.json: got something else, expected a result of bench" in err
 
 
-#: A sweep of few tiles.
+#: A sweep of few configurations.
 TUNE = "tune --parameters block_m=128 num_stages=2 num_q_stages=1 overlap_quarters=0"
 
 
@@ -560,7 +560,7 @@ def test_tune_without_a_device_lists_compiles_and_says_what_is_missing(command, 
     status, out, err = command(line)
     assert status == 1
     assert "nothing was timed: no NVIDIA device can be used (" in err
-    assert "0 of 2 compiled\n" in err  # before any is; this is no terminal
+    assert "0 of 2 compiled\n" in err  # printed before any is compiled, since stderr is no terminal
     assert "2 of 2 compiled\n" in err
     lines = [line for line in out.splitlines() if line.startswith("128,")]
     assert [line.split()[0] for line in lines] == keys
@@ -574,7 +574,7 @@ def test_tune_without_a_device_lists_compiles_and_says_what_is_missing(command, 
 
 @pytest.fixture(params=["CuPy", "NVRTC"])
 def no_compiler(request, monkeypatch):
-    """Hide CuPy, or the library that it compiles with."""
+    """Hide CuPy, or NVRTC."""
 
     def absent():
         raise RuntimeError('Failure finding "libnvrtc.so.13"')
@@ -661,7 +661,7 @@ def test_tune_lists_what_does_not_compile_with_status_1(command, monkeypatch):
 
 @pytest.fixture
 def simulated(tmp_path, monkeypatch):
-    """The device is ``support/simulated_device.py``, and nothing is compiled; returns the line."""
+    """Simulate device (``support/simulated_device.py``) and compiler; return a command line."""
     for module in (select_hardware, _table):
         monkeypatch.setattr(module, "present", lambda device=None: H100)
     monkeypatch.setattr(tuning.Space, "compile", with_made_up_facts)
@@ -705,7 +705,7 @@ def test_tune_sweeps_goes_on_saves_and_exports(command, simulated, tmp_path):
     assert found["states"] == {"ok": len(result.rows)}
     assert found["best"]["key"] == result.best["key"]
     times = [line for line in (tmp_path / "log").read_text().split() if line != "open"]
-    assert sorted(times) == sorted(row["key"] for row in result.rows)  # none twice
+    assert sorted(times) == sorted(row["key"] for row in result.rows)  # each is timed once
     assert f"kept in {tuning.user_table()}" in err
     (kept,) = measured.read(tuning.user_table())
     assert dict(kept.values) == result.best["values"]
@@ -715,7 +715,7 @@ def test_tune_sweeps_goes_on_saves_and_exports(command, simulated, tmp_path):
 
 
 def with_made_up_facts(chosen, candidates=None, **_):
-    """Stand for the compiler."""
+    """Replace Space.compile: fill in facts without compiling."""
     facts = {c.key: tuning.Facts(c.config.smem_bytes, registers=168) for c in candidates or chosen}
     chosen.facts |= facts
     return facts
@@ -755,7 +755,7 @@ def test_the_store_is_warmed_listed_verified_and_cleared(command, tmp_path):
     few = "--arch sm_90a --head-dims 64 --dtypes float16 --processes 2 --json"
     status, out, _ = command(f"{cache('warm')} {few}")
     files = json.loads(out)["files"]
-    assert (status, len(files)) == (0, 2)  # full and causal
+    assert (status, len(files)) == (0, 2)  # the full and the causal kernel
     status, out, _ = command(f"{cache('list')} --json")
     rows = json.loads(out)["kernels"]
     assert (status, {row["entry"] for row in rows}) == (0, {"cuflash_forward_sm90"})
@@ -775,7 +775,7 @@ def test_the_store_is_warmed_listed_verified_and_cleared(command, tmp_path):
 
 
 def test_clearing_removes_what_killed_processes_left(command, monkeypatch):
-    """Nothing runs after SIGKILL: here, no file is put in its place and none is removed."""
+    """Temporary files of killed processes are removed; here, neither replace nor unlink runs."""
 
     def killed(*_, **__):
         raise SystemExit

@@ -1,9 +1,10 @@
 """Does every kernel that can be chosen compile cleanly, for every architecture, without a GPU?
 
-No warning, shared memory within the architecture's limit, and no spilled register but for the rows
-that `SPILLS` lists with the reason. In minutes for sm_80 and sm_90 every row, without options and
-with all, by one of NVRTC 12 and 13 for the one and by the other for the other, and cases in which
-every two options meet; for the rest rows without options. With `--slow` all of it by both. (D117)
+Cleanly means no warning, shared memory within the architecture's limit, and no spilled register
+except in the rows that `SPILLS` lists with the reason. The short gate has every row of the tables,
+without options and with all, by one of NVRTC 12 and 13 for sm_80 and by the other for sm_90. It
+also has cases in which every two options meet. For other architectures it has rows without options.
+With `--slow` both NVRTCs compile everything. (D117)
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ from support.nvrtc import DISTRIBUTIONS, Library, all_cores, compiler_of, librar
 from support.parts import kernels_of_part
 
 KIB = 1024
-#: Shared memory that one block of threads may have.
+#: Shared memory that one thread block may use.
 LIMITS = {"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_89": 99 * KIB, "sm_90": 227 * KIB,
           "sm_100": 227 * KIB, "sm_120": 99 * KIB}  # fmt: skip
-#: Which rows of wider elements are compiled without options in minutes. Three architectures have
-#: the same tables: each row is compiled for one of them.
+#: Rows of wider elements that the short gate compiles without options. Three architectures have the
+#: same tables, and each row is compiled for one of them.
 PART_OF_WIDE = {"sm_86": slice(0, None, 3), "sm_89": slice(1, None, 3),
                 "sm_120": slice(2, None, 3), "sm_100": slice(1, None, 2)}  # fmt: skip
-#: For these every option is compiled; SMALLEST has the least shared memory.
+#: Every option is compiled for FULL. SMALLEST has the least shared memory.
 FULL, SMALLEST = ("sm_80", "sm_90"), "sm_86"
 
 
 @dataclass(frozen=True)
 class Spill:
-    """Why a row may keep registers in memory."""
+    """Why a row may spill registers."""
 
-    size: int  # bytes of all stores and loads in the code of NVRTC 12.9 or 13.5, whichever has more
+    size: int  # bytes of all spill stores and loads, by NVRTC 12.9 or 13.5, the larger
     reason: str
 
 
@@ -130,7 +131,7 @@ SPILLS = {
     ),
 }
 
-TF32 = "tf32"  # float32 with a permission
+TF32 = "tf32"  # float32 with precision="tf32"
 WIDE = (np.float32, TF32, np.float64)
 ARITHMETICS = (bfloat16, *WIDE)
 SLOPES = ("alibi_slopes", "queries")
@@ -170,7 +171,7 @@ ALL = {
     "sums": ("bias", "pairs"),
 }  # fmt: skip
 SEED = 2
-#: Bounds of what a query sees and packing choose tiles of their own, too.
+#: A window, a causal bound and packed sequences choose tiles of their own, too.
 BASES = (PLAIN, {**PLAIN, "window": (None, 0)}, {**PLAIN, "cu_seqlens": np.int64}, ALL)
 
 
@@ -196,7 +197,7 @@ def problem_of(case: dict[str, Any]) -> Problem:
         **per_entry,
     )
     out = None
-    if case["out_dtype"] is not None and q.itemsize == 2:  # wider ones have but one
+    if case["out_dtype"] is not None and q.itemsize == 2:  # wider ones have one dtype of out
         out = np.zeros((2, m, d_v), case["out_dtype"])
     if case["cu_seqlens"] is None:
         return describe(q, k, v, options, precision=precision, out=out)
@@ -205,12 +206,12 @@ def problem_of(case: dict[str, Any]) -> Problem:
 
 
 def dtype_of(case: dict[str, Any]) -> np.dtype[Any]:
-    """TF32 is an arithmetic of float32."""
+    """Return the dtype of a case: float32 for TF32."""
     return np.dtype(np.float32 if case["dtype"] == TF32 else case["dtype"])
 
 
 def capability_of(arch: str) -> int:
-    """90 for sm_90."""
+    """Return 90 for sm_90."""
     return int(arch.removeprefix("sm_"))
 
 
@@ -234,8 +235,8 @@ def configs_of(case: dict[str, Any], arch: str) -> Iterator[KernelConfig]:
 def rows(arithmetic: Any, turn: int = 0) -> list[dict[str, Any]]:
     """Return each row of the tables of an arithmetic, without options and with all of them.
 
-    With all options a bias and slopes have gradients of their own: in a row of turn 0 the one, in
-    that of turn 1 the other.
+    With all options there are a bias and slopes, of which one has a gradient in each row: ``turn``
+    chooses with which of them the first row begins.
     """
     sums = (ALL["sums"], SLOPES)
     return [
@@ -249,10 +250,10 @@ def rows(arithmetic: Any, turn: int = 0) -> list[dict[str, Any]]:
 def pairwise() -> tuple[dict[str, Any], ...]:
     """Return cases in which, beside the rows, every two values of two options meet.
 
-    NVRTC's version and the architecture are options, too: no source asks for either, so that they
-    matter to registers alone. A case starts from a pair that has not met; then, until every option
-    has a value, that is added which closes the most pairs with those of the case. A seed for which
-    the cases are few breaks ties.
+    NVRTC's version and the architecture are options, too. No source depends on either, so that they
+    matter to registers alone. A case starts from a pair that has not met. Until every option has a
+    value, the value is added that closes the most pairs with the values of the case. SEED breaks
+    ties, and was chosen for few cases.
     """
     options = {**OPTIONS, "nvrtc": tuple(DISTRIBUTIONS), "arch": FULL}
     values = [(name, value) for name, choices in options.items() for value in choices]
@@ -277,10 +278,11 @@ def pairwise() -> tuple[dict[str, Any], ...]:
 
 
 def rows_in_minutes(arch: str, generation: int) -> list[dict[str, Any]]:
-    """Return the rows that one NVRTC compiles for one of FULL: of 16 bits all without options.
+    """Return the rows of one architecture of FULL that one NVRTC compiles in the short gate.
 
-    Of others and with all options every second, which the other has for the other of FULL. So each
-    row is compiled by both, and for both.
+    These are all rows of 16 bits without options, and every second of the other rows, which the
+    other NVRTC compiles for the other architecture of FULL. So each row is compiled by both NVRTCs
+    and for both architectures.
     """
     turn = turn_of(arch, generation)
     tables = [row for arithmetic in ARITHMETICS for row in rows(arithmetic, turn)]
@@ -288,35 +290,35 @@ def rows_in_minutes(arch: str, generation: int) -> list[dict[str, Any]]:
 
 
 def plain(*arithmetics: Any) -> list[dict[str, Any]]:
-    """Return the rows without options of some arithmetics, nor the gradient of one."""
+    """Return the rows of some arithmetics without options and without a bias gradient."""
     found = itertools.chain(*map(rows, arithmetics))
     return [{**row, "sums": SLOPES} for row in itertools.islice(found, 0, None, 2)]
 
 
 def sums_of_pairs(arch: str) -> set[KernelConfig]:
-    """Return what sums the gradient of a bias alone: its tile has the next entry under way."""
+    """Return the kernel of the bias gradient alone, whose tile loads the next entry ahead."""
     case = {**PLAIN, "bias": bfloat16, "sums": ("bias", "pairs")}
     return {c for c in compiled_for([case], arch) if c.kernel == "backward_dscore_sm80"}
 
 
 def turn_of(arch: str, generation: int) -> int:
-    """Return 0 or 1: another for the other NVRTC, and of sm_80 and sm_90."""
+    """Return 0 or 1, which differs between the two NVRTCs and between sm_80 and sm_90."""
     return (list(LIMITS).index(arch) + generation) % 2
 
 
 def compiled_for(cases: Iterable[dict[str, Any]], arch: str) -> set[KernelConfig]:
-    """Return what these cases launch on an architecture."""
+    """Return the kernels that these cases launch on an architecture."""
     return set(itertools.chain(*(configs_of(case, arch) for case in cases)))
 
 
 @functools.cache
 def gate(generation: int, *, whole: bool = False) -> dict[str, set[KernelConfig]]:
-    """Return what one NVRTC compiles for each architecture, in minutes, or the whole of it.
+    """Return the kernels that one NVRTC compiles for each architecture: the short gate, or all.
 
-    In minutes for sm_80 and sm_90 :func:`rows_in_minutes` and pairwise cases, each once. For the
-    rest rows without options, each by one of the two: of 16 bits all, of others PART_OF_WIDE.
-    Further tiles once, by one of the two. What rows with all options are where shared memory is
-    least is for the whole.
+    The short gate has for sm_80 and sm_90 :func:`rows_in_minutes` and the pairwise cases, each of
+    them once. For the other architectures it has rows without options, all rows of 16 bits and
+    PART_OF_WIDE of the others, each for one of the two NVRTCs. Further tiles are compiled once, by
+    one of the two. Rows with all options for the least shared memory belong to the whole gate.
     """
     found: dict[str, set[KernelConfig]] = {}
     tables = [row for arithmetic in ARITHMETICS for row in rows(arithmetic)]
@@ -352,7 +354,7 @@ def arithmetic_of(config: KernelConfig) -> str:
 
 
 def tiles_of(configs: Iterable[KernelConfig]) -> set[tuple[Any, ...]]:
-    """Return what the tables decide, with the arithmetic and the larger head size: their keys."""
+    """Return the tiles that the tables choose, with arithmetic and larger head size as keys."""
     names = ("entry", "wide_float64", "simt", "block_m", "block_n", "num_stages",
              "num_warps", "blocks_per_sm", "split_columns")  # fmt: skip
     return {
@@ -366,8 +368,9 @@ def tiles_of(configs: Iterable[KernelConfig]) -> set[tuple[Any, ...]]:
 def further_tiles() -> tuple[tuple[KernelConfig, str, bool], ...]:
     """Return a kernel of each tile that no row has, with all options and with fewer.
 
-    Beside it an architecture, and whether the tile is new, not the options alone. Bounds, packing
-    and unequal head sizes choose such tiles; of head sizes, the largest stand for all.
+    Each comes with an architecture, and whether the tile itself is new or only its options. Bounds,
+    packing and unequal head sizes choose such tiles. Of all head sizes that choose a tile, the
+    largest is taken.
     """
     head_dims = sorted(itertools.product(HEAD_DIMS, repeat=2), key=sum, reverse=True)
     tables = [row for arithmetic in ARITHMETICS for row in rows(arithmetic)]
@@ -390,7 +393,7 @@ def further_tiles() -> tuple[tuple[KernelConfig, str, bool], ...]:
 
 
 def row_of(config: KernelConfig, arch: str) -> tuple[str, str, str, int]:
-    """Return the key of SPILLS."""
+    """Return the key of a kernel in SPILLS."""
     widths = [config.head_dim_v] if "operands" in config.parts else [0]
     widths += [config.head_dim] if "tile" in config.parts else []
     arithmetic = arithmetic_of(config) if "operands" in config.parts else ""
@@ -399,12 +402,12 @@ def row_of(config: KernelConfig, arch: str) -> tuple[str, str, str, int]:
 
 @functools.cache
 def report_of(config: KernelConfig, arch: str, generation: int) -> Report:
-    """Compile, at most once for all tests."""
+    """Compile a kernel, at most once in all tests."""
     return compile_static(config, arch, compiler_of(generation))._replace(cubin=b"")
 
 
 def complaints(config: KernelConfig, arch: str, report: Report) -> list[str]:
-    """Say what is wrong."""
+    """Return a line for each warning, for spilled registers and for too much shared memory."""
     found = list(report.warnings)
     spill = SPILLS.get(row_of(config, arch))
     if report.spill_bytes > (spill.size if spill else 0):
@@ -417,7 +420,7 @@ def complaints(config: KernelConfig, arch: str, report: Report) -> list[str]:
 def reports(
     configs: Iterable[KernelConfig], arch: str, generation: int
 ) -> dict[KernelConfig, Report]:
-    """Compile on all cores, the longest first."""
+    """Compile on all cores, the kernels that take longest first."""
     ordered = sorted(
         kernels_of_part(configs), key=lambda c: (not getattr(c, "mask", False), repr(c))
     )
@@ -440,14 +443,14 @@ def test_everything_compiles_cleanly(arch: str, generation: int, whole: bool) ->
 
 @pytest.mark.full
 def test_every_tile_that_is_chosen_is_compiled() -> None:
-    """In minutes, too, but for what all options choose where shared memory is least."""
+    """Both gates have every tile that a call can choose (the short one not all of SMALLEST's)."""
     gates = [gate(generation, whole=True) for generation in DISTRIBUTIONS]
     compiled = [tiles_of(itertools.chain(*found.values())) for found in gates]
     in_minutes = (found.values() for found in map(gate, DISTRIBUTIONS))
     compiled.append(tiles_of(itertools.chain.from_iterable(itertools.chain(*in_minutes))))
     rng = np.random.default_rng(0)
     for _ in range(3000):
-        # With every option drawn, hardly a case would take the tables of scores without options.
+        # Few options are drawn, or hardly a case would use the tables of scores without options.
         case = {
             name: values[rng.integers(len(values) if rng.random() < 0.3 else 1)]
             for name, values in OPTIONS.items()
@@ -473,7 +476,7 @@ def test_few_cases_hold_every_pair_of_options() -> None:
 
 @pytest.mark.long
 def test_every_row_is_compiled_by_both_and_for_both() -> None:
-    """In minutes, without options and with all; the rest of it is spread."""
+    """Each row is compiled by both NVRTCs and for both architectures of FULL in the short gate."""
     for row in (row for arithmetic in ARITHMETICS for row in rows(arithmetic)):
         own = [
             (arch, generation)
@@ -491,7 +494,7 @@ def test_every_row_is_compiled_by_both_and_for_both() -> None:
 @pytest.mark.nvrtc
 @pytest.mark.slow
 def test_no_exception_is_wider_than_what_is_spilled() -> None:
-    """The sizes in SPILLS are those of one of the two compilers."""
+    """Each size in SPILLS is what one of the two compilers spills, and no more."""
     if any(compiler_of(generation) is None for generation in DISTRIBUTIONS):
         pytest.skip("nvrtc: version 12 or 13 is not installed")
     spilled = dict.fromkeys(SPILLS, 0)
@@ -507,7 +510,7 @@ def test_no_exception_is_wider_than_what_is_spilled() -> None:
 
 @pytest.mark.nvrtc
 def test_generations_live_in_one_process(generation: int) -> None:
-    """Loading another NVRTC leaves CuPy with the one that it has bound."""
+    """Loading another NVRTC leaves CuPy with the NVRTC that it has bound."""
     from cupy_backends.cuda.libs import nvrtc
 
     bound = nvrtc.getVersion()
@@ -520,10 +523,11 @@ def test_generations_live_in_one_process(generation: int) -> None:
 @pytest.mark.long
 @pytest.mark.nvrtc
 def test_sources_compile_without_fields(generation: int, pytestconfig: pytest.Config) -> None:
-    """Every .cu opens alone: config.cuh has defaults for all fields. Each NVRTC compiles half.
+    """Every .cu compiles alone, with the defaults of config.cuh. Each NVRTC compiles half of them.
 
-    They are the portable kernels' in 16 bits. Static assertions ask for the threads of Hopper's
-    kernels, one warpgroup more than they compute with, and for the types or widths of some.
+    The defaults are those of the portable kernels in 16 bits. Static assertions of Hopper's kernels
+    ask for their threads, one warpgroup more than they compute with, and some of them for types or
+    widths.
     """
     compiler = compiler_of(generation)
     assert compiler is not None
@@ -563,7 +567,7 @@ def test_sources_compile_without_fields(generation: int, pytestconfig: pytest.Co
 
 @pytest.mark.nvrtc
 def test_offsets_of_the_parameter_structs(generation: int) -> None:
-    """NumPy's mirror and the compiler agree on where every field lies."""
+    """The NumPy dtypes of the parameter structs have the compiler's offsets."""
     compiler = compiler_of(generation)
     assert compiler is not None
     checks = []
@@ -616,7 +620,7 @@ def test_a_wrong_source_names_config_log_and_dump(
 def test_a_wrong_source_does_not_go_where_a_link_leads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    """Anybody can compute the name, and put a link there in a folder that all may write."""
+    """A dump replaces a link of its name: anybody can put one into a folder that all may write."""
     import cuflash._jit.compilation as module
 
     monkeypatch.delenv("CUFLASH_DUMP", raising=False)

@@ -1,6 +1,6 @@
 """Does Hopper's kernel for operands of 8 bits compile without spills or serialised products?
 
-Needs no GPU. With scales of all three operands, which take registers.
+Needs no GPU. All three operands have scales, which take registers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cuflash._problem.float8 import E4M3
 from support import chosen
 
 HEAD_SIZES = list(dict.fromkeys(row.head_dims for row in ROWS))
-#: By head size: what is taken, scores that are products between bounds.
+#: head size -> options that the kernel takes: scores are products, between bounds
 TAKEN = {
     64: {"none", "causal"},
     128: {
@@ -62,7 +62,7 @@ def test_every_row_of_the_table(
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_quantising(generation: int) -> None:
-    """One width for each dtype: a rotation takes most registers."""
+    """Quantising compiles at one width for each dtype, with the rotation, which needs registers."""
     dtypes = ("float16", "bfloat16", "float32", "float32")
     compile_all(
         {

@@ -1,6 +1,6 @@
 """Do Hopper's kernels for 16 bits spill nothing where many options meet?
 
-Combinations that spilled in wider tiles, by NVRTC 12.9 or 13.5. Needs no GPU.
+These combinations spilled in wider tiles, by NVRTC 12.9 or 13.5. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIVE = {
 }  # fmt: skip
 OFFSET = {"offset": np.int64}
 PACKED = {"cu_seqlens": np.int64}
-#: Of each kernel by head sizes. ``formulas`` is an option here, too.
+#: (head sizes, options) of each kernel. Here ``formulas`` is an option, too.
 OF_FORWARD: list[tuple[tuple[int, int], dict[str, Any]]] = [
     ((128, 128), {**FIVE, **OFFSET}),
     ((128, 128), {**FIVE, **LENGTHS}),
@@ -55,7 +55,7 @@ OF_QUERIES: list[tuple[tuple[int, int], dict[str, Any]]] = [
 
 
 def one(kernel: str, head_dims: tuple[int, int], options: dict[str, Any], **given: Any) -> Any:
-    """The configuration of a kernel with these options."""
+    """Return the configuration of a kernel with these options."""
     own = dict(options)
     formulas = own.pop("formulas", None)
     problem = problem_of({**PLAIN, **SERVED, **own, "head_dims": head_dims, "dtype": bfloat16})

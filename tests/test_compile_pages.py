@@ -1,8 +1,6 @@
 """Do kernels that read pages, of caches and of rotary embedding compile without spills?
 
-And the portable kernel whose rows are queries of several heads.
-
-Needs no GPU.
+So does the portable kernel whose rows are queries of several heads. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -37,13 +35,14 @@ from cuflash._problem.options import signature
 from cuflash._problem.problem import in_pages
 from support import chosen
 
-#: What rows of several heads may have.
+#: Options that rows of several heads may have.
 BOUND = {"window": (7, 3), "offset": np.int64, "kv_lengths": np.int64, "softcap": 20.0}
 
 
 def configs_of(arch: str, generation: int) -> list[KernelConfig]:
-    """Each row of the forward's table with pages by one NVRTC, with queries of several heads by the
-    other, and the small kernels.
+    """Return the small kernels, and each row of the forward's table.
+
+    One NVRTC compiles a row with pages, the other with queries of several heads.
     """
     found: list[KernelConfig] = [CacheGrowConfig.of(1000), CacheGrowConfig.of(1 << 18)]
     found.append(CacheTakeConfig())
@@ -59,7 +58,7 @@ def configs_of(arch: str, generation: int) -> list[KernelConfig]:
     for turn, row in enumerate(tables, turn_of(arch, generation)):
         if turn % 2:
             if row["dtype"] == np.float32 and row["head_dims"][0] > 128:
-                continue  # registers do not hold them
+                continue  # too few registers
             own = {name: row[name] for name in ("dtype", "head_dims")}
             problem = replace(problem_of({**PLAIN, **BOUND, **own}), num_queries=2)
         else:

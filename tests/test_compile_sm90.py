@@ -1,7 +1,7 @@
 """Does every kernel of Hopper's tables compile without spills or serialised products?
 
 Needs no GPU. The tensor-core instructions of sm_90a run beside the softmax only if the compiler
-finds no reason to wait for them: it says so in a warning C75xx, which fails here.
+finds no reason to wait for them. If it finds one, it prints a warning C75xx, which fails here.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "packed window": {**WINDOW, **PACKED},
     "all, packed": {**ALL, **PACKED, "bias": None},
 }
-#: What the widest row of the forward does not take.
+#: Options that the widest row of the forward does not take.
 NOT_THE_WIDEST = ("all", "all, packed", "bias, window, offset and lengths")
-#: What Hopper's kernels take at any value of the other options.
+#: What Hopper's kernels need, whatever the other options are.
 SERVED = {"out_dtype": None}
-#: Options of its gradient beside those above.
+#: Options of the gradient, beside those of the forward.
 GRADIENT_OPTIONS = OPTIONS | {
     "slopes": {**CAUSAL, "alibi_slopes": np.float32},
     "all without dropout": {**ALL, "bias": None, "dropout": 0.0},
@@ -75,11 +75,11 @@ GRADIENT_OPTIONS = OPTIONS | {
 }
 
 
-#: Options that every NVRTC compiles every row with.
+#: Every NVRTC compiles every row with the options in EVERY_ROW.
 HEAD_SIZES = dict.fromkeys(row.head_dims for row in forward_sm90.ROWS)
 EVERY_ROW = ("none", "all")
 
-#: Of a device that is too small for the smaller tiles, and of one that is large enough.
+#: SMs of a device that is too small for the smaller tiles, and of one that is large enough.
 SMALL, LARGE = 0, 10**9
 
 
@@ -88,7 +88,7 @@ def config_of(case: dict[str, Any], multiprocessors: int = SMALL) -> Any:
 
 
 def gradient_configs(case: dict[str, Any], wrt: str = "qkv") -> list[KernelConfig]:
-    """The kernels of every gradient in ``wrt``; none where the portable ones serve."""
+    """Return the kernels of every gradient in ``wrt``; [] where only portable kernels can run."""
     problem = problem_of(case)
     of_queries = chosen.one("backward_dq_sm90", problem)
     of_keys = chosen.passes("backward_dkv_sm90", problem, frozenset(wrt))
@@ -98,7 +98,7 @@ def gradient_configs(case: dict[str, Any], wrt: str = "qkv") -> list[KernelConfi
 
 
 def by_turns(names: Iterable[str], generation: int, *, whole: bool) -> list[str]:
-    """Options that an NVRTC compiles: EVERY_ROW, and every second of the others, or all."""
+    """Return what an NVRTC compiles: EVERY_ROW, and every second of the other options, or all."""
     return [
         name
         for turn, name in enumerate(names)
@@ -109,9 +109,10 @@ def by_turns(names: Iterable[str], generation: int, *, whole: bool) -> list[str]
 def rows_of(
     table: Iterable[tuple[int, int]], names: Iterable[str], name: str, *, whole: bool
 ) -> list[tuple[int, int]]:
-    """Head sizes of a table that options of this name are compiled with: EVERY_ROW and --slow all.
+    """Return the head sizes of a table that options of this name are compiled with.
 
-    Others one: a kernel of this kind compiles for seconds.
+    EVERY_ROW and --slow have all of them. Other options have one, since a kernel of this kind
+    compiles for seconds.
     """
     rows = list(table)
     if whole or name in EVERY_ROW:
@@ -120,7 +121,7 @@ def rows_of(
 
 
 def complaints(config: KernelConfig, generation: int) -> list[str]:
-    """Compile, and say what is wrong."""
+    """Compile a kernel, and return a line for each warning, spill and excess of shared memory."""
     report = compile_static(config, "sm_90a", compiler_of(generation))
     found = list(report.warnings)
     if report.spill_bytes:
@@ -131,7 +132,7 @@ def complaints(config: KernelConfig, generation: int) -> list[str]:
 
 
 def compile_all(configs: Iterable[KernelConfig], generation: int) -> None:
-    """Compile on all cores, the longest first."""
+    """Compile on all cores, the kernels that take longest first."""
     with all_cores() as pool:
         ordered = sorted(kernels_of_part(configs), key=lambda c: (-c.smem_bytes, repr(c)))
         found = itertools.chain(*pool.map(lambda c: complaints(c, generation), ordered))
@@ -142,7 +143,7 @@ def compile_all(configs: Iterable[KernelConfig], generation: int) -> None:
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_every_row_of_the_tables(generation: int, pytestconfig: pytest.Config) -> None:
-    """All at once: kernels of one option seldom keep two cores busy."""
+    """Every row compiles; in one test, since kernels of one option seldom keep two cores busy."""
     whole = pytestconfig.getoption("--slow")
     configs: set[KernelConfig] = set()
     for name in by_turns(OPTIONS, generation, whole=whole):
@@ -160,7 +161,7 @@ def test_every_row_of_the_tables(generation: int, pytestconfig: pytest.Config) -
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_a_softcap_or_slopes_alone(generation: int, pytestconfig: pytest.Config) -> None:
-    """Full blocks of these keep the reference."""
+    """Full blocks compile that keep the reference of a row, with only a softcap or only slopes."""
     sizes = (64, 96, 128) if pytestconfig.getoption("--slow") else (128,)
     configs = {
         config_of({**PLAIN, **SERVED, **bound, **option, "head_dims": (d, d)}, LARGE)
@@ -174,7 +175,7 @@ def test_a_softcap_or_slopes_alone(generation: int, pytestconfig: pytest.Config)
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_results_in_float32_and_such_as_join_others(generation: int) -> None:
-    """Every second one compiled by each NVRTC."""
+    """Results in float32 and results that join others compile, every second one by each NVRTC."""
     found = []
     for name in ("none", "causal", "dropout", "window"):
         for head_dims in set(HEAD_SIZES) - {(192, 192), (192, 128)}:
@@ -188,7 +189,7 @@ def test_results_in_float32_and_such_as_join_others(generation: int) -> None:
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_parts_of_keys_and_packed_results_in_float32(generation: int) -> None:
-    """Every second one compiled by each NVRTC."""
+    """Split keys and packed results in float32 compile, every second one by each NVRTC."""
     parts = {"out_dtype": "float32", "split_keys": True, "overlaps": True}
     found = []
     for head_dims in HEAD_SIZES:
@@ -204,7 +205,7 @@ def test_parts_of_keys_and_packed_results_in_float32(generation: int) -> None:
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_pages_and_rows_of_several_heads(generation: int, pytestconfig: pytest.Config) -> None:
-    """Every second one compiled by each NVRTC."""
+    """Pages and rows of several heads compile, every second one by each NVRTC."""
     whole, found = pytestconfig.getoption("--slow"), set()
     table = signature(np.zeros((2, 2), np.int32))
     options = {name: own for name, own in OPTIONS.items() if "packed" not in name}
@@ -227,7 +228,7 @@ def test_pages_and_rows_of_several_heads(generation: int, pytestconfig: pytest.C
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_a_narrow_window_with_a_sink_and_bounds_from_arrays(generation: int) -> None:
-    """Every second one compiled by each NVRTC."""
+    """A narrow window with a sink and bounds compiles, every second one by each NVRTC."""
     case = {**PLAIN, **WINDOW, "sink": np.float32, "head_dims": (128, 128)}
     bounds = [{name: np.int64} for name in ("q_lengths", "kv_lengths", "offset")]
     bounds += [LENGTHS, {"offset": np.int64, **LENGTHS}]
@@ -240,7 +241,7 @@ def test_a_narrow_window_with_a_sink_and_bounds_from_arrays(generation: int) -> 
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_a_window_too_wide_for_narrow_blocks(generation: int, pytestconfig: pytest.Config) -> None:
-    """One NVRTC compiles it with a sink, the other without; both with --slow."""
+    """A wide window compiles, with a sink by one NVRTC and without by the other (--slow: both)."""
     a = np.broadcast_to(np.zeros((), bfloat16), (1, 8192, 128))
     configs = []
     for sink in (None, np.ones(1, np.float32)):
@@ -270,7 +271,7 @@ def test_every_row_of_the_gradient(generation: int, pytestconfig: pytest.Config)
 
 
 def one_pass(head_dims: tuple[int, int], name: str, *, deterministic: bool = True) -> Any:
-    """The kernel of all gradients of a row with these options; None where none serves."""
+    """Return the kernel of all gradients of a row with these options, or None."""
     case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED, "head_dims": head_dims}
     found = chosen.fused(problem_of(case), deterministic=deterministic)
     assert found is None or (found.head_dim, found.head_dim_v) == head_dims
@@ -280,7 +281,7 @@ def one_pass(head_dims: tuple[int, int], name: str, *, deterministic: bool = Tru
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_all_gradients_in_one_pass(generation: int, pytestconfig: pytest.Config) -> None:
-    """Plain scores also in any order, and with split queries, at every row."""
+    """One pass compiles for all options; at every row also unordered, and with split queries."""
     whole = pytestconfig.getoption("--slow")
     rows = [row.head_dims for row in fused_backward.ROWS]
     configs: set[Any] = set()
@@ -303,7 +304,7 @@ def test_all_gradients_in_one_pass(generation: int, pytestconfig: pytest.Config)
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("name", ["q_lengths", "kv_lengths"])
 def test_lengths_of_one_side_in_one_pass(generation: int, name: str) -> None:
-    """Of each integer dtype, in either order of sums."""
+    """One pass compiles with lengths of one side, of each integer dtype, ordered and unordered."""
     configs = set()
     for integer, dtype, ordered in ((np.int32, bfloat16, True), (np.int64, np.float16, False)):
         case = {**PLAIN, name: integer, "dtype": dtype, **SERVED, "head_dims": (128, 128)}
@@ -318,7 +319,7 @@ def test_lengths_of_one_side_in_one_pass(generation: int, name: str) -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("dtype", [bfloat16, np.float16])
 def test_a_bias_through_shared_memory(generation: int, dtype: Any) -> None:
-    """Rows of 16 bits at multiples of 16 bytes; with parts of the queries, too. 96 has no room."""
+    """A 16-bit bias aligned to 16 bytes comes through shared memory, except at head size 96."""
     configs = set()
     for head_dim in (32, 64, 96, 128):
         q, k = (np.zeros((2, n, head_dim), dtype) for n in (100, 200))
@@ -336,7 +337,7 @@ def test_a_bias_through_shared_memory(generation: int, dtype: Any) -> None:
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_one_gradient_alone(generation: int) -> None:
-    """dk or dv; the kernel of dq does not depend on what else is asked for."""
+    """The kernel of dk or dv alone compiles; that of dq does not depend on wrt."""
     case = {**PLAIN, **CAUSAL, **SERVED, "dtype": np.float16}
     name = "kv"[generation % 2]
     compile_all(
@@ -352,9 +353,9 @@ def test_one_gradient_alone(generation: int) -> None:
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_other_combinations(generation: int, pytestconfig: pytest.Config) -> None:
-    """Of those in which two options meet, what the portable kernels are compiled with for sm_90.
+    """Pairwise cases of the portable kernels for sm_90 compile for the forward, too.
 
-    A kernel of this kind compiles for seconds: all with --slow.
+    A kernel of this kind compiles for seconds: all of them only with --slow.
     """
     widths = ((64, 64), (128, 128), (192, 128), (256, 256))
     chosen = set()
@@ -382,7 +383,7 @@ def test_float16(generation: int) -> None:
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_formulas_in_the_gradient(generation: int) -> None:
-    """As short as they are: what a longer one takes is its own."""
+    """Short formulas compile in the gradient without spills; longer ones may need registers."""
     formulas = formulas_of(
         Options(
             score_mod=ScoreMod("score - 0.1f * (q - k)", grad="1.0f", host=min, host_grad=min),

@@ -17,9 +17,9 @@ from cuflash._kernels.config import KernelConfig, Precision
 from support import chosen
 
 Tile = tuple[tuple[int, int], Precision]
-#: The first is fullest of registers. Every option is compiled with one of them.
+#: The first takes most registers. Every option is compiled with one of these.
 TILES: tuple[Tile, ...] = ((128, 128), "ieee"), ((64, 64), "ieee"), ((128, 128), "tf32")
-#: With none beside these; what lies between compiles in less.
+#: Compiled without options only. Sizes between these need fewer registers.
 MIXED: tuple[Tile, ...] = ((96, 128), "ieee"), ((128, 40), "ieee")
 BOUNDED = {**WINDOW, **LENGTHS, "offset": np.int64}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def configs_of(case: dict[str, Any], precision: Precision) -> list[KernelConfig]:
-    """The kernels of a case, all gradients included; the forward takes wide heads no segments."""
+    """Return all kernels of a case; the forward takes no segments with wide heads."""
     problem = replace(problem_of(case), precision=precision)
     forward = chosen.one("forward_tf32_sm90", problem, copy_bytes=16)
     of_queries = chosen.one("backward_dq_tf32_sm90", problem, copy_bytes=16)
@@ -51,10 +51,10 @@ def configs_of(case: dict[str, Any], precision: Precision) -> list[KernelConfig]
 
 
 def tiles_of(name: str, generation: int, *, whole: bool) -> tuple[Tile, ...]:
-    """Those that an NVRTC compiles a case with, for all of them to be in minutes."""
+    """Return the tiles of a case that one NVRTC compiles, few enough for minutes."""
     if whole:
         return (*TILES, *MIXED)
-    if name == "none":  # by_turns gives it to both
+    if name == "none":  # by_turns gives it to both NVRTCs
         return (*TILES, *MIXED)[generation % 2 :: 2]
     return (TILES[list(OPTIONS).index(name) % 3],)
 
@@ -74,7 +74,7 @@ def test_every_kernel(generation: int, pytestconfig: pytest.Config) -> None:
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_parts_of_keys(generation: int) -> None:
-    """Every second one compiled by each NVRTC; options of scores leave wide ones to others."""
+    """Split keys compile, every second case by each NVRTC; wide heads have no options of scores."""
     found = []
     for name, given in OPTIONS.items():
         for head_dims, precision in TILES:

@@ -1,4 +1,4 @@
-"""Is the compiler known without being loaded, and does no kernel come to be under a wrong name?"""
+"""Is the compiler identified without loading it, and is no kernel stored under a wrong name?"""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CONFIG = SegmentBoundsConfig(num_warps=8, segment_ids="int32")
 
 
 def forget(cached=(compiler_id.identity, compiler_id.noted)):
-    """Be a new process."""
+    """Clear the caches, so that this process behaves as a new one."""
     for function in cached:
         function.cache_clear()
 
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """Return the file of a stand-in for NVRTC; its ``loads`` are counted in a list."""
+    """Return the file of a simulated NVRTC, and a list that grows with each load."""
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
     place = tmp_path / "site/nvidia/cu13/lib"
     place.mkdir(parents=True)
@@ -57,7 +57,7 @@ def larger(library):
 
 
 def newer(library):
-    """The same size, as a patch might have."""
+    """Change the time but not the size, as a patch may do."""
     os.utime(library.file, ns=(1, 1))
 
 
@@ -66,7 +66,7 @@ def gone(library):
 
 
 def beside(library):
-    """A wheel that CuPy may prefer."""
+    """Add another wheel, which CuPy may prefer."""
     (library.file.parents[2] / "cuda_nvrtc/lib").mkdir(parents=True)
 
 
@@ -121,7 +121,7 @@ def test_a_variable_that_may_lead_elsewhere_makes_a_note_void(library, monkeypat
 
 
 def test_nothing_is_noted_without_a_file(library, monkeypatch):
-    """Then the version has to do: no pathfinder, or one that finds nothing."""
+    """Where pathfinder finds no file, the version identifies the library and no note is written."""
 
     def nowhere(name):
         raise RuntimeError(name)
@@ -147,7 +147,7 @@ def test_a_folder_without_room_makes_no_difference(library, monkeypatch):
 
 @pytest.fixture
 def compiler(monkeypatch, library):
-    """Return the library's compiler on a stand-in device, a process for each call of ``of``."""
+    """Return a function ``of`` that makes a compiler as a new process would find it."""
     found = cacheless_device.Compiler(monkeypatch.setattr)
 
     def of(true, noted):
@@ -169,7 +169,7 @@ def test_a_stored_kernel_needs_no_library(compiler):
 
 
 def test_a_kernel_is_stored_under_what_compiled_it(compiler):
-    """Whatever a note says: the library of this process is another one."""
+    """A kernel's name has the library of this process, even if a note names another one."""
     compiler.of("true", "noted").kernel(CONFIG)
     source = compilation.source_of(CONFIG)
     options = (*compilation.OPTIONS, f"-arch=sm_{cacheless_device.ARCH}")
@@ -189,7 +189,7 @@ def test_a_kernel_of_the_library_is_found_behind_a_wrong_note(compiler):
 
 @pytest.mark.nvrtc
 def test_a_second_process_loads_no_library(tmp_path):
-    """The real one: what the first process noted holds in the second."""
+    """A second process trusts the note of the first and loads no library (with the real NVRTC)."""
     text = """if True:
         import json, sys
         from cuflash._jit import compiler_id

@@ -139,13 +139,13 @@ def test_a_configuration_is_a_key() -> None:
     of_queries, convert = (
         KERNELS[name](**TILE) for name in ("backward_dq_sm80", "backward_convert")
     )
-    assert of_queries != convert  # the same values
+    assert of_queries != convert  # though their values are equal
     assert len(set(CONFIGS)) == len(CONFIGS)
     assert eval(repr(again), {"ForwardConfig": ForwardConfig}) == again
 
 
 def test_values_are_those_of_the_fields() -> None:
-    """As of a dataclass that is frozen and takes keywords."""
+    """A configuration takes keywords and is frozen, like a frozen dataclass."""
     config = CONFIGS[0]
     values = config.values()
     assert ForwardConfig(**values) == config
@@ -205,7 +205,7 @@ def test_a_gradient_that_hopper_cannot_run_is_refused(change: dict[str, int]) ->
 
 
 def test_scores_ahead_take_a_buffer_more_where_a_block_is_released_late() -> None:
-    """The sources say where: dq waits for the next block first, dk and dv release first."""
+    """dq, which releases a block after the next has come, needs a stage more than dk and dv."""
     of_q, of_keys = CONFIGS[6], CONFIGS[7].replace(scores_ahead=True)
     for config in (of_q, of_keys):
         assert config.scores_ahead

@@ -1,6 +1,7 @@
 """Do all options compose, three at a time?
 
-The calls of `support.covering`, forward and backward, through the error budget on poisoned memory.
+The calls of `support.covering`, forward and backward, are checked by the error budget on poisoned
+memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def test_the_array_is_always_the_same() -> None:
 
 
 def check(call: Call, result: Results) -> Call:
-    """Hold results against the error budget; return the call that the definition knows."""
+    """Check results against the error budget; return the call as the definition sees it."""
     if call.sequences:
         call, result = unpacked(call, result)
     budget = Budget(call)
@@ -57,7 +58,7 @@ def test_row(number: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_row_on_a_gpu(number: int) -> None:
-    """Of sequences with blocks that are full, and lengths beyond which there are whole ones."""
+    """Rows with longer sequences, which have full blocks and blocks beyond lengths, are right."""
     import cupy
 
     call = covering.call_of(ROWS[number], number, times=8)

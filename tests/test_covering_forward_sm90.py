@@ -1,6 +1,6 @@
-"""Do all options compose, two at a time, in the forwards of Hopper that serve them by themselves?
+"""Do all options compose, two at a time, in those forwards of Hopper that support both?
 
-Every two levels of `support.covering_sm90` that one of these kernels serves together are in a row.
+Every two levels of `support.covering_sm90` that one of these kernels supports are in a row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from support.portable import planned_kernels
 
-#: What the test of pairs says is missing belongs into a row here.
+#: Pairs that the test of pairs reports as missing belong in a row here.
 ROWS = {
     "forward_sm90": (
         "bfloat16, many keys, window, offset of each entry, q_lengths, negative scale",
@@ -85,18 +85,18 @@ ROWS = {
         "many keys, packed, causal, offset of each entry, shared keys, mask of each head, "
         "dropout, segments, q_lengths, kv_lengths, negative scale, sequence outside heads",
         "bfloat16, 256, full blocks, float32 out, window, mask, sink, negative scale",
-        # In tiles of 192 rows.
+        # Tiles of 192 rows.
         "many entries, left window, offset of each entry, grouped, sink, sequence outside heads",
         "bfloat16, many entries, window, offset, shared keys, kv_lengths, no lse",
         "many entries, packed, causal, sink, q_lengths, kv_lengths, sequence outside heads",
         "bfloat16, many entries, pages of 128, causal, offset of each entry, grouped, q_lengths",
         "128, many entries, window, shared keys, q_lengths, kv_lengths, no lse",
         "bfloat16, many entries, softcap, grouped, sequence outside heads",
-        # A mask or a bias that comes through shared memory.
+        # A mask or a bias comes through shared memory.
         "full blocks, window, grouped, mask of each head, sink, q_lengths, kv_lengths",
         "bfloat16, 128, full blocks, causal, offset of each entry, shared keys, mask, no lse",
         "bfloat16, 128, full blocks, causal, offset, grouped, bias, sink, q_lengths, kv_lengths",
-        # Rows of several heads in one tile.
+        # A tile has rows of several heads.
         "few queries, causal, offset of each entry, grouped, kv_lengths, negative scale",
         "bfloat16, 192 128, few queries, window, shared keys, no lse",
         "256, few queries, left window, offset, grouped",
@@ -180,10 +180,10 @@ CASES = [
 
 
 def chosen(kernel: str, row: str) -> Any:
-    """The forward of a row on a Hopper; None where no kernel serves."""
+    """Return the forward that Hopper chooses for a row, or None."""
     try:
         steps = steps_of(kernel, levels_of(kernel, row))
-    except NoKernel:  # of 8 bits: they are dequantised
+    except NoKernel:  # operands of 8 bits are dequantised
         return None
     return next(step.config for step in steps if step.config.computes == "out")
 
@@ -206,7 +206,7 @@ def test_the_kernel_of_a_row_is_chosen(kernel: str, row: str) -> None:
 
 
 def test_rows_have_every_kind_of_tile() -> None:
-    """Among them keys in parts, in pages, and rows of several heads in one tile."""
+    """Rows have tiles of both heights, split keys, pages, and several heads in a tile."""
     configs = [chosen("forward_sm90", row) for row in ROWS["forward_sm90"]]
     found = Counter(config.block_m for config in configs)
     assert min(found[128], found[192]) >= 4
@@ -217,7 +217,7 @@ def test_rows_have_every_kind_of_tile() -> None:
 
 
 def test_a_result_of_8_bits_may_be_float16() -> None:
-    """As in docs/float8.md, and on NumPy arrays."""
+    """A result of 8-bit operands may be float16, as docs/float8.md says and as on NumPy arrays."""
     levels = levels_of("forward_fp8_sm90", "") | {"result": "float16 out"}
     assert steps_of("forward_fp8_sm90", levels)[0].config.out_dtype == "float16"
 
@@ -225,7 +225,7 @@ def test_a_result_of_8_bits_may_be_float16() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kernel", "row"), CASES)
 def test_options_compose(kernel: str, row: str) -> None:
-    """In the kernel that was planned for an H100, whose keys are split where that one's are."""
+    """The row is right in the kernel planned for an H100, whose choice of split keys is kept."""
     import cupy
 
     if cupy.cuda.Device().compute_capability != "90":

@@ -1,7 +1,7 @@
 """Do all options compose in Hopper's gradients: of two kernels, and in one pass with several parts?
 
-Rows of the covering array of `support.covering`, with head sizes and layouts that these kernels
-serve. In `test_covering.py` the portable ones serve every row.
+The rows are those of `support.covering`, with head sizes and layouts that these kernels support. In
+`test_covering.py` the portable kernels compute every row.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ TWO_KERNELS = {"backward_dkv_sm90", "backward_dq_sm90"}
 
 
 def on_hopper(number: int, row: covering.Row) -> covering.Row:
-    """A row as one pass with several parts serves it on a Hopper, and two kernels do.
+    """Return a row such that on Hopper one pass with several parts, and two kernels, support it.
 
     The copy engine loads these head sizes and layouts. Beyond padded head size 96 there are no
-    registers for a bias. Heads share keys where the queries of one head are not parted.
+    registers for a bias. Heads share keys where the queries of one head are not split.
     """
     wide = row["bias"] == "none" and number % 2 == 1
     own = row["heads"] == "own" and row["packed"] == "no" and not wide
@@ -53,16 +53,16 @@ ROWS = list(itertools.starmap(on_hopper, enumerate(_OF_HALVES[::4])))
 
 
 def call_with_options(number: int) -> Call:
-    """The call of a row, with arrays that begin at multiples of 16 bytes."""
+    """Return the call of a row, with arrays aligned to 16 bytes."""
     return covering.call_of(ROWS[number], number, times=8).but(lead=memory.ALIGNED)
 
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets one pass compute every gradient that it can, in several parts.
+    """Let one pass compute every gradient that it can, in several parts.
 
-    As many as entries that share keys, or twice as many where parts may share an entry. Masks and
-    segments would take one pass by ``config=`` alone.
+    There are as many parts as entries that share keys, or twice as many where parts may share an
+    entry. Without this fixture, masks and segments are computed in one pass only with ``config=``.
     """
 
     def parts(problem: Problem, config: Any, _: int) -> int:
@@ -79,13 +79,13 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def by_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets no pass compute all gradients."""
+    """Let no pass compute all gradients."""
     monkeypatch.setattr(fused_backward, "wins", lambda *_: False)
 
 
 @pytest.mark.usefixtures("in_parts")
 def test_every_row_has_parts_on_a_hopper() -> None:
-    """Parts of both kinds are among them, and every level of a factor is."""
+    """Each row has several parts in one pass; both kinds of parts and all levels occur."""
     of_rows: Counter[bool] = Counter()
     for number in range(len(ROWS)):
         *_, fused, combine, convert = steps_of(number)
@@ -107,7 +107,7 @@ def test_every_row_has_two_kernels_of_a_hopper() -> None:
 
 
 def steps_of(number: int) -> tuple[LaunchStep, ...]:
-    """The launches of a row's gradients on a Hopper."""
+    """Return the launches of a row's gradients on Hopper."""
     call = call_with_options(number)
     return choose(
         described(call), hardware.typical("sm_90"), wanted=Wanted.of("qkv"),
@@ -116,7 +116,7 @@ def steps_of(number: int) -> tuple[LaunchStep, ...]:
 
 
 def described(call: Call) -> Problem:
-    """The problem of a call on a GPU."""
+    """Return the problem of a call on a GPU."""
     pairs = call.axes or CANONICAL
     q, k, v = (on_device(np.ascontiguousarray(np.moveaxis(array, (-2, -1), pair)))
                for array, pair in zip(call.qkv, pairs, strict=False))  # fmt: skip
@@ -133,7 +133,7 @@ def described(call: Call) -> Problem:
 
 
 def kernels_within_the_budget(number: int) -> set[str]:
-    """The kernels that a row takes on a GPU, whose results are held against the budget."""
+    """Return the kernels that a row runs on a GPU; its results are checked against the budget."""
     if cupy.cuda.Device().compute_capability != "90":
         pytest.skip("the device has no wgmma")
     call = call_with_options(number)

@@ -1,8 +1,8 @@
 """Do the kernels for devices without the products of sm_80 compile, and compute what they should?
 
-So do those for float64 where tensor cores are no faster, and where these are sm_80's. No such
-device is at hand: a C++ compiler runs them here, and on a GPU the same sources are chosen as if the
-device were another.
+So do kernels of float64: on CUDA cores, where tensor cores are no faster, and with sm_80's
+products. No such device is available. Here a C++ compiler runs the kernels. On a GPU the same
+sources are chosen by taking the device for another one.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from support.host_device import COMPILER, host_device
 from support.portable import kernels_of
 
 DTYPES = (np.float16, np.float32, np.float64)
-#: NVRTC 13 begins with sm_75; 12.9 warns that what comes before will go.
+#: NVRTC 13 begins with sm_75. 12.9 warns that older architectures will go.
 OLD, DEPRECATED = ("sm_50", "sm_60", "sm_70", "sm_75"), "are deprecated"
 
 
-#: (architecture, NVRTC, entry): what keeps registers in memory, in float64.
+#: (architecture, NVRTC, entry) -> why float64 spills registers
 SPILLS = {
     ("sm_120", 13, entry): test_compile.Spill(
         size,
@@ -74,7 +74,7 @@ def test_they_compile_without_spills(arch: str, generation: int) -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
 def test_narrow_heads_of_16_bits_compile(dtype: Any, generation: int) -> None:
-    """These kernels never have tensor cores, but round two numbers at once from sm_80 on."""
+    """Narrow heads, which never use tensor cores, also compile without sm_80's paired rounding."""
     hardware = select_hardware.typical("sm_75")
     q, bias = np.zeros((2, 100, 4), dtype), np.zeros((2, 1, 100), np.float32)
     problem = describe(q, q, q, cuflash.Options(bias=bias))
@@ -136,7 +136,7 @@ def test_operands_take_no_shared_memory() -> None:
 
 @pytest.fixture
 def taken_for(request: Any) -> Iterator[list[KernelConfig]]:
-    """The device at hand is taken for another; configurations of kernels are listed."""
+    """Take the device for another one, and yield the planned configurations."""
     with kernels_of(request.param) as planned:
         yield planned
 
@@ -177,7 +177,7 @@ def test_head_sizes(dtype: Any, head_dims: tuple[int, int]) -> None:
 def test_float64_by_products_of_sm_80(
     head_dims: tuple[int, int], name: str, taken_for: list[KernelConfig]
 ) -> None:
-    """They are of 8 rows, those of sm_90 of 16."""
+    """float64 is right with the products of sm_80, which have 8 rows; those of sm_90 have 16."""
     import cupy
 
     d, d_v = head_dims
@@ -212,7 +212,7 @@ def test_by_a_compiler(dtype: Any, name: str, tmp_path: Any) -> None:
     import test_kernels_on_the_host
 
     rng = np.random.default_rng(0)
-    # A mask so sparse that some queries see nothing.
+    # The mask is so sparse that some queries see nothing.
     options = {"window": {"window": (20, 5)}, "mask": {"mask": rng.random((40, 70)) < 0.02}}[name]
     call = make_call("normal", 1, dtype, (40, 20), (70, 20), (70, 36), options=options)
     with host_device(tmp_path, 75) as device:

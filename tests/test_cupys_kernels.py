@@ -1,7 +1,8 @@
-"""Do kernels of CuPy's own, which calls need beside ours, survive any state of their folder?
+"""Do CuPy's own kernels, which calls need beside ours, survive any state of their folder?
 
-CuPy raises where it cannot use the folder; the library keeps it out of there. Without a device the
-decision is looked at, and CuPy's compiler alone; with one, calls that need such kernels.
+CuPy raises where it cannot use the folder, so that cuflash makes CuPy compile in memory there.
+Without a device, the tests look at this decision and run CuPy's compiler alone. With a device, they
+make calls that need kernels of CuPy.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from support import cacheless_device
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Return CuPy's folder, which nothing has made yet; forget afterwards what was decided."""
+    """Return CuPy's folder, which does not exist yet; clear afterwards what was decided."""
     place = tmp_path / "home" / "cache"
     monkeypatch.setenv("CUPY_CACHE_DIR", str(place))
-    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "")  # to be restored, whatever a test makes of it
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "")  # makes pytest restore the variable afterwards
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY")
     cubin_cache.warn_once.cache_clear()
     yield place
@@ -36,19 +37,19 @@ def cache(tmp_path, monkeypatch):
 
 
 def flag(name, default):
-    """What CuPy makes of a variable."""
+    """Return how CuPy reads a variable."""
     return os.environ.get(name, str(int(default))) == "1"
 
 
 class Look(NamedTuple):
-    """What came of looking at the folder."""
+    """The result of looking at the folder."""
 
     warnings: list[str]
     in_memory: bool
 
 
 def look(monkeypatch):
-    """Look at the folder as several threads do, whose calls are the first; nothing is set."""
+    """Import CuPy in several threads at once, each as its first call; nothing may be set."""
     compiler = SimpleNamespace(_get_bool_env_variable=flag)
     library = SimpleNamespace(cuda=SimpleNamespace(compiler=compiler))
     monkeypatch.setitem(sys.modules, "cupy", library)
@@ -59,7 +60,7 @@ def look(monkeypatch):
         ThreadPoolExecutor(8) as pool,
     ):
         warnings.simplefilter("always")
-        for function in ("putenv", "unsetenv"):  # of `os.environ`
+        for function in ("putenv", "unsetenv"):  # used by `os.environ`
             patch.setattr(os, function, lambda *given: written.append(given))
         found = list(pool.map(lambda _: _cupy.import_cupy(), range(8)))
     assert found == [library] * 8
@@ -113,7 +114,7 @@ def test_a_folder_of_no_use_is_left_alone(cache, monkeypatch, state):
 
 @pytest.mark.parametrize("step", ["TemporaryFile", "access"])
 def test_a_full_disk_and_kernels_of_another_user(cache, monkeypatch, step):
-    """Nobody refuses root: the test does."""
+    """A full disk or unreadable kernels keep CuPy in memory (simulated: nobody refuses root)."""
     filled(cache)
 
     def refuse(path=None, *_, **__):
@@ -135,7 +136,7 @@ def test_what_somebody_has_set_stays(cache, monkeypatch, value):
 
 
 def test_our_kernels_are_read_where_nothing_can_be_written(cache, monkeypatch):
-    """A folder that came with a container, say."""
+    """Stored kernels are read from a folder that cannot be written, such as that of a container."""
     compiler = cacheless_device.Compiler(monkeypatch.setattr)
     assert compiler.kernel(CONFIG) == right()
 
@@ -148,7 +149,7 @@ def test_our_kernels_are_read_where_nothing_can_be_written(cache, monkeypatch):
     assert compiler.compilations == 1
 
 
-#: Threads that need CuPy at once, where nobody has imported it.
+#: Several threads need CuPy at once, before anybody has imported it.
 THREADS = """
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -163,7 +164,7 @@ assert dict(os.environ) == before
 @pytest.mark.parametrize("given", [{}, {"CUPY_CACHE_IN_MEMORY": "1"}], ids=str)
 @pytest.mark.parametrize("place", ["file/cache", "new/cache"])
 def test_cupy_is_imported_where_no_folder_can_be_made(tmp_path, place, given):
-    """CuPy 14.2 makes one then, and raises where it cannot."""
+    """Where no folder can be made CuPy is imported, though CuPy 14.2 makes one and may raise."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
     (tmp_path / "file").write_text("")
     own = {"CUPY_CACHE_DIR": str(tmp_path / place)}
@@ -176,7 +177,7 @@ def test_cupy_is_imported_where_no_folder_can_be_made(tmp_path, place, given):
     assert (tmp_path / place).exists() == (place == "new/cache" and not given)
 
 
-#: CuPy compiles for a device that is not there, and loads nothing.
+#: A script in which CuPy compiles for a simulated device, and loads nothing.
 CUPYS_COMPILER = """
 from types import SimpleNamespace
 from cuflash import _arrays
@@ -196,7 +197,7 @@ compiler._compile_module_with_cache("", arch="80")
 @pytest.mark.parametrize("place", ["file/cache", str(NO_FILES)])
 @pytest.mark.skipif(not NO_FILES.is_dir(), reason="this system has no such folder")
 def test_cupy_compiles_in_memory(tmp_path, place, *, kept_out):
-    """And would not, were it not kept out."""
+    """CuPy compiles in memory where its folder is unusable, and raises if it tries the folder."""
     (tmp_path / "file").write_text("")
     given = {"CUPY_CACHE_DIR": str(tmp_path / place)}
     if not kept_out:
@@ -210,7 +211,7 @@ def test_cupy_compiles_in_memory(tmp_path, place, *, kept_out):
     assert ("OSError" in done.stderr or "Error: [Errno" in done.stderr) != kept_out
 
 
-#: The first call has its arrays by name, and needs no kernel of ours.
+#: The first call passes its arrays by keyword, and needs no kernel of cuflash.
 CALLS = """
 import json, os, sys, warnings
 import numpy as np
@@ -254,7 +255,7 @@ print(json.dumps({"warnings": ours, "set": os.environ.get("CUPY_CACHE_IN_MEMORY"
 
 
 def test_these_calls_are_legal_ones():
-    """On the host, where no folder is needed."""
+    """The calls of the script are legal: on the host they run without a warning."""
     script = CALLS.replace("ON_A_DEVICE", "False")
     assert finish(start(script, CUPY_CACHE_DIR=str(NO_FILES))) == {
         "warnings": [], "set": None,

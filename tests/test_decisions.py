@@ -1,4 +1,4 @@
-"""Is every decision of docs/decisions.md cited where it is alive, and every citation an entry?"""
+"""Is every decision of docs/decisions.md cited, and does every citation have an entry?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_ENTRIES, MOST_LINES, WIDTH = 150, 3, 120
 
 
 def citing() -> dict[str, str]:
-    """What may cite: sources and documents by path; not the entries, nor this file."""
+    """Return path -> text of all files that may cite: neither the entries nor this file."""
     paths = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
     for folder in FOLDERS:
         paths += [
@@ -34,7 +34,7 @@ def numbers(text: str) -> set[int]:
 
 
 def breaches(entries: str, files: dict[str, str]) -> Iterator[str]:
-    """What is wrong with the entries and their citations; a table may follow an entry."""
+    """Yield what is wrong with the entries and their citations; a table may follow an entry."""
     found = re.findall(r"^(- \*\*D(\d+)\*\* .*(?:\n  .+)*)", entries, re.MULTILINE)
     known = [int(number) for _, number in found]
     if len(known) != len(set(known)):
@@ -59,7 +59,7 @@ def test_entries_and_citations_agree():
 
 
 def test_citations_are_in_comments_of_the_code():
-    """A number in a string or a name would be none that a reader follows."""
+    """CUDA code cites decisions in comments only: a number in a name or a string may be chance."""
     for path, text in citing().items():
         if path.endswith((".cu", ".cuh")):
             code = re.sub(r"//[^\n]*", "", text)

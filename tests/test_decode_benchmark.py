@@ -14,14 +14,14 @@ from cuflash.tuning import Workload
 
 
 def small(work: Workload) -> Workload:
-    """The same call of fewer entries, keys and features."""
+    """Return the same call with fewer entries, keys and features."""
     batch, queries, d = min(work.batch, 3), min(work.seqlen_q, 4), work.head_dim // 16
     return replace(work, batch=batch, seqlen_q=queries, seqlen_k=256, head_dim=d, head_dim_v=d)
 
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> cells.Run:
-    """What the set finds on NumPy arrays, each shape made small."""
+    """Return a run of the set on NumPy arrays, each shape made small."""
     monkeypatch.setattr(decode, "COPIED_BYTES", 1 << 20)
     monkeypatch.setattr(decode, "SHAPES", list(map(small, decode.SHAPES[:4])))
     monkeypatch.setattr(decode, "PAGED", [(small(w), sizes) for w, sizes in decode.PAGED])
@@ -46,12 +46,12 @@ def test_every_way_that_keys_lie_is_a_row_beside_a_copy(found: cells.Run) -> Non
         in_order = not lie or lie.startswith("in order")
         assert in_order or any(" of the speed of keys in order: " in note for note in own)
     text = report.markdown({"meta": dict.fromkeys(META_KEYS), "rows": found.rows})
-    assert "## fwd, float32: microseconds\n" in text  # of lengths that differ: no TFLOP/s
+    assert "## fwd, float32: microseconds\n" in text  # lengths differ, so that there are no TFLOP/s
     assert "waiting" not in text
 
 
 def test_a_share_counts_the_bytes_of_keys_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: a clock on which every call takes as long as the copy."""
+    """A share is what is computed by hand, on a clock where a call takes as long as the copy."""
     monkeypatch.setattr(decode, "COPIED_BYTES", 1 << 20)
     monkeypatch.setattr(decode, "SHAPES", [])
     monkeypatch.setattr(decode, "PAGED", [])

@@ -1,7 +1,7 @@
 """Are operands of 8 bits dequantised on a GPU as on a CPU, in as few instructions as that takes?
 
-The kernel's text runs by a C++ compiler, over the places that CuPy would give to its threads, and
-is compiled for devices without one.
+A C++ compiler runs the kernel's text, for the places that CuPy would give to its threads. NVRTC
+compiles it, too, which needs no device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OF_KINDS = pytest.mark.parametrize("kind", FLOAT8, ids=str)
 
 
 class Layout(NamedTuple):
-    """Matrices of an array (2, 40, 3, 32)."""
+    """The layout of the matrices in an array (2, 40, 3, 32)."""
 
     cut: Callable[[Any], Any]
     axes: tuple[int, int]
@@ -59,14 +59,14 @@ SCALES = {
 
 
 def codes(kind: Any) -> np.ndarray:
-    """All numbers of 8 bits, and others, as (batch, rows, heads, features)."""
+    """Return an array (batch, rows, heads, features) that has all numbers of 8 bits."""
     x = of_8_bits((2, 40, 3, 32), 0, kind)
     x[1, :8].reshape(-1)[:256] = np.arange(256, dtype=np.uint8).view(kind)
     return x
 
 
 def scale_of(name: str, layout: Layout) -> Any:
-    """What fits the matrices of a layout: blocks of 8 rows."""
+    """Return a scale that fits the matrices of a layout, with blocks of 8 rows."""
     scale, (a, _) = SCALES[name], layout.axes
     blocks = -(-layout.cut(np.empty((2, 40, 3, 32))).shape[a] // 8)
     return scale[:, :, :blocks] if name == "of blocks of rows" else scale
@@ -74,7 +74,7 @@ def scale_of(name: str, layout: Layout) -> Any:
 
 @pytest.fixture
 def counts(tmp_path, monkeypatch) -> list[int]:
-    """Lets kernels run on the host; how many neighbours a thread of each took."""
+    """Run kernels on the host; yield how many neighbours each of their threads took."""
     found: list[int] = []
 
     def dequantizer(count: int, *, e4m3: bool, wide: bool) -> Any:
@@ -83,7 +83,7 @@ def counts(tmp_path, monkeypatch) -> list[int]:
 
         def run(factor: Any, codes: Any, out: Any, *, block_size: int) -> None:
             assert block_size % 32 == 0
-            assert np.shape(factor)[-1:] in ((), (1,))  # it is read once for neighbours
+            assert np.shape(factor)[-1:] in ((), (1,))  # neighbours share one factor
             found.append(count)
             parameters = {"factor": real, "codes": np.uint8, "out": out.dtype}
             on_the_host(tmp_path, parameters, body)(factor, codes, out)
@@ -159,7 +159,7 @@ def test_it_compiles_without_a_stack(generation, arch, kind):
 @OF_KINDS
 @OF_RESULTS
 def test_an_instruction_moves_all_that_it_can(kind, dtype):
-    """Beside those that read addresses and the factor."""
+    """Beside addresses and the factor, a thread reads its codes at once and writes 16 bytes."""
     from cupy_backends.cuda.libs import nvrtc
 
     source = on_a_device(NEIGHBOURS, kind, dtype)

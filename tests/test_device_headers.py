@@ -1,6 +1,6 @@
 """Are masks, block ranges, tiles and fragments right by themselves, without running attention?
 
-The range checks run on the host, too, where there is a C++ compiler: the same text, compiled by it.
+Where there is a C++ compiler, the range checks also run on the host, from the same text.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ FEATURES = [
 
 
 NUM_PROBLEMS = 15_000
-#: Integers of an array that no length can be; cut to 32 bits, some would be lengths.
+#: Integers that are no lengths, some of which would be lengths if cut to 32 bits.
 FAR = (-(1 << 62), 1 << 62, -(1 << 32) + 7, (1 << 32) + 7, -(1 << 31) - 1)
 
 
 def flattened(name: str, fields: dict[str, Any]) -> str:
-    """Return a probe for these fields with its includes in place."""
+    """Return a probe for these fields, with its includes flattened."""
     return jit_source.flatten(str(SUPPORT / name), (fields_text(fields),))
 
 
 def random_problems(rng: np.random.Generator, address: Callable[[np.ndarray], int]) -> Any:
-    """Parameters of many small problems, and the arrays that they point into."""
+    """Return the parameters of many small problems, and the arrays that they point into."""
     n = NUM_PROBLEMS
     extents = rng.integers(1, 100, (n, 2))
     far = rng.choice(FAR, (3, n))
@@ -59,7 +59,7 @@ def random_problems(rng: np.random.Generator, address: Callable[[np.ndarray], in
     *lengths, offsets = np.where(rng.random((3, n)) < 0.05, far, near)
     lengths = np.stack(lengths, -1)
     windows = np.where(rng.random((n, 2)) < 0.1, 1 << 60, rng.integers(0, 60, (n, 2)))
-    # What the probed entry, 1, has to read lies one stride behind the pointer.
+    # The probe reads entry 1, which lies one stride behind the pointer.
     arrays = [np.pad(a, 8) for a in (*lengths.T, offsets)]
     problems = np.zeros(n, kernel_params.SCORE)
     strides = {"q_lengths": 2, "kv_lengths": 3, "offset": 5}
@@ -78,7 +78,7 @@ def random_problems(rng: np.random.Generator, address: Callable[[np.ndarray], in
 
 
 def offenders(problems: np.ndarray, wrong: np.ndarray) -> str:
-    """Say which problem came out wrong first."""
+    """Return the number of wrong problems, and the fields of the first."""
     names = ("seqlen_q", "seqlen_k", "q_length", "kv_length", "offset_value", "window_left",
              "window_right")  # fmt: skip
     first = problems[np.flatnonzero(wrong)[0]]
@@ -180,7 +180,7 @@ def test_every_tile_has_one_turn_and_the_heaviest_of_a_section_start_first(tmp_p
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_every_tile_of_packed_sequences_has_one_rank(tmp_path: Path) -> None:
-    """Rows before the first sequence, none at all, and ends that lie outside or decrease."""
+    """Each tile has one rank; illegal ends, which lie outside or decrease, give places inside."""
     block, rng = 16, np.random.default_rng(0)
     source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
     text = flattened("schedule_probe.cu", {"cu_seqlens": "int32", "block_m": block})
@@ -218,7 +218,7 @@ FRAGMENT_CASES = list(
 
 
 def fragment_code(dtype: Any, tile: tuple[int, int, int, int], copy_bytes: int) -> str:
-    """The probe for one tile."""
+    """Return the flattened probe for one tile."""
     names = ("block_m", "block_n", "head_dim", "head_dim_v")
     fields = {
         "dtype": np.dtype(dtype).name, **dict(zip(names, tile, strict=True)), "num_warps": 1,
@@ -229,7 +229,7 @@ def fragment_code(dtype: Any, tile: tuple[int, int, int, int], copy_bytes: int) 
 
 @pytest.mark.nvrtc
 def test_the_fragment_probe_compiles() -> None:
-    """Where no device is at hand to run it."""
+    """The probe compiles, which needs no device."""
     _, log = compilation._nvrtc(
         fragment_code(*FRAGMENT_CASES[0]), (*compilation.OPTIONS, "-arch=sm_80")
     )
@@ -241,7 +241,7 @@ def test_the_fragment_probe_compiles() -> None:
 def test_tiles_and_fragments_multiply_exactly(
     dtype: Any, tile: tuple[int, int, int, int], copy_bytes: int
 ) -> None:
-    """Small integers, so that every sum is exact; rows past the valid ones are NaN in memory."""
+    """Products of small integers are exact, and rows past the valid ones, NaN in memory, add 0."""
     import cupy
 
     m, n, d, d_v = tile

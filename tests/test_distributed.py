@@ -35,7 +35,7 @@ def drawn(seed, seqlen_q, seqlen_k, dtype=np.float64):
 
 
 def formulas():
-    """Of positions, heads and entries in the whole call."""
+    """Return formulas that depend on positions, heads and entries of the whole call."""
     wave = cuflash.ScoreMod(
         "score + amp[h] * sinf(q - 2 * k + b)", grad="1.0f", arrays={"amp": np.arange(4.0)},
         host=lambda score, b, h, q, k, amp: score + amp[h] * np.sin(q - 2 * k + b),
@@ -85,7 +85,7 @@ def cannot(method, name):
     ("method", "name"), [(m, n) for m in METHODS for n in OPTIONS if not cannot(m, n)]
 )
 def test_every_option_has_the_meaning_of_one_gpu(method, name):
-    """In float64, forward and every gradient, ragged lengths, queries and keys of other numbers."""
+    """Every option gives one GPU's forward and gradients, with ragged and unequal lengths."""
     for number, (seqlen_q, seqlen_k) in enumerate(EXTENTS):
         rng, q, k, v, dout = drawn(number, seqlen_q, seqlen_k)
         options = OPTIONS[name](rng, seqlen_q, seqlen_k) | {"enable_gqa": True}
@@ -106,7 +106,7 @@ def test_every_option_has_the_meaning_of_one_gpu(method, name):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_segments_of_one_query(method):
-    """One rank has the query and its segment, the others have none of either."""
+    """Segments of one query work: one rank has the query and its segment, other ranks have none."""
     _, q, k, v, dout = drawn(0, 1, 9)
     options = {"segment_ids": (np.array([1]), np.arange(9) % 2), "enable_gqa": True}
     shards = Shards(4, "zigzag", method)
@@ -122,7 +122,7 @@ def test_segments_of_one_query(method):
 @pytest.mark.parametrize("wrt", [("scale",), ("k",), ("q", "scale"), ()])
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_of_some_inputs(method, wrt):
-    """No more than was asked for, though it be of no rows at all."""
+    """Only the gradients in wrt are returned, with the right values, also where wrt is empty."""
     _, q, k, v, dout = drawn(3, 21, 18)
     shards = Shards(4, "zigzag", method)
     results = shards.forward(q, k, v, enable_gqa=True)
@@ -137,7 +137,7 @@ def test_gradients_of_some_inputs(method, wrt):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks(layout, method, size):
-    """Heads for as many ranks as there are; 16 ranks share the 8 key/value heads of 16."""
+    """Any number of ranks is right, with a head for each rank; 16 ranks share 8 key/value heads."""
     if method == "usp" and size in (2, 3, 5):
         with pytest.raises(NotImplementedError, match=r"'usp' cannot serve .* ranks"):
             Shards(size, layout, method).forward(*[np.ones((size, 4, 2))] * 3)
@@ -162,7 +162,7 @@ def test_ranks(layout, method, size):
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_error_budget_and_bits(method, dtype):
-    """Within what one device may err by; the same bits in a second run."""
+    """Results are within the budget of one device, and a second run gives the same bits."""
     _, q, k, v, dout = drawn(9, 192, 192, dtype)
     options = {"causal": True, "enable_gqa": True}
     shards = Shards(4, "zigzag", method)
@@ -181,7 +181,7 @@ def test_error_budget_and_bits(method, dtype):
 
 @pytest.mark.parametrize("name", distributed.__all__)
 def test_docstrings(name):
-    """They have an example that runs, and describe each parameter."""
+    """Docstrings describe every parameter and have an example that runs."""
     found = getattr(distributed, name)
     if inspect.isclass(found):
         return
@@ -197,7 +197,7 @@ def test_docstrings(name):
 
 @pytest.mark.parametrize("axes", [[(-3, -1)] * 4, [(-1, -2), (-2, -1), (0, 1), (-3, -1)]])
 def test_axes(axes):
-    """Any axes order; results and gradients in that of the caller."""
+    """In any axes order results and gradients are right, and have the order of the caller."""
     rng = np.random.default_rng(1)
     pairs = dict(zip(("q", "k", "v", "out"), axes, strict=True))
     canonical = dict(zip(("q", "k", "v"), rng.standard_normal((3, 3, 4, 20, 6)), strict=True))
@@ -216,7 +216,7 @@ def test_axes(axes):
 
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 def test_shared_keys_and_mixed_dtypes(method):
-    """Keys without the batch axes of queries; gradients have their shapes and dtypes."""
+    """Keys may lack the batch axes of queries; gradients have their inputs' shapes and dtypes."""
     rng = np.random.default_rng(2)
     q = rng.standard_normal((3, 2, 24, 4)).astype(bfloat16)
     k, v = rng.standard_normal((2, 2, 30, 4)).astype(np.float32)
@@ -250,7 +250,7 @@ def test_queries_that_all_heads_share(method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("size", [4, 8])
 def test_bytes_are_those_of_the_formulae(method, size):
-    """What `explain` tells is what is sent; of the formulae in the module's first lines, too."""
+    """A call sends as many bytes as `explain` and the formulae in the module's docstring say."""
     heads, heads_kv, rows = 16, 8, 16
     rng = np.random.default_rng(0)
     q = rng.standard_normal((heads, size * rows, D)).astype(np.float32)
@@ -268,7 +268,7 @@ def test_bytes_are_those_of_the_formulae(method, size):
     distributed.attention_backward(outs, *cut, outs, lses, enable_gqa=True, **shards.how)
     gradient = sum(shards.comm.sent.values())
     assert (forward, gradient) == (own.forward.sent, own.backward.sent)
-    keys = 2 * rows * heads_kv * D * 4  # of a rank, in float32 as their gradients
+    keys = 2 * rows * heads_kv * D * 4  # bytes of one rank, in float32 like the gradients
     if method in ("all_gather", "ring"):
         assert forward == size * (size - 1) * keys
         assert gradient == 2 * forward
@@ -278,7 +278,7 @@ def test_bytes_are_those_of_the_formulae(method, size):
 
 
 def test_a_call_that_all_ranks_made_before_is_known_by_a_number(monkeypatch):
-    """Not where a rank makes another one, or options have arrays, which may have changed."""
+    """A repeated call is known by a number, unless a rank differs or options have arrays."""
     comm, told = distributed.simulated(2), []
     agree = comm.agree
     monkeypatch.setattr(comm, "agree", lambda facts: told.append(facts) or agree(facts))
@@ -340,7 +340,7 @@ def test_what_a_method_cannot_do_names_one_that_can(method):
 
 
 def test_heads_that_ranks_cannot_share():
-    """Six ranks with two of twelve heads each: the third needs key/value heads 1 and 2 of 4."""
+    """Six ranks cannot share 4 key/value heads: with 12 query heads, rank 2 needs heads 1 and 2."""
     q, kv = np.ones((12, 16, 4)), np.ones((4, 16, 4))
     with pytest.raises(NotImplementedError, match="4 key/value heads, which 6 ranks cannot share"):
         Shards(6, "zigzag", "ulysses").forward(q, kv, kv, enable_gqa=True)

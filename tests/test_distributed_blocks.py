@@ -22,19 +22,19 @@ SIDES = st.none() | st.integers(0, 12) | st.integers(0, 200)
 
 
 def positions(chunks):
-    """Places in the whole of the rows that chunks have."""
+    """Return the positions that the rows of these chunks have in the whole."""
     return np.array([i for chunk in chunks for i in range(*chunk)], int)
 
 
 def visible(queries, keys, left, right, offset):
-    """Which of some queries sees which of some keys, by their positions."""
+    """Return which query sees which key, from their positions."""
     m, n = queries[:, None] + offset, keys
     return ((left is None) | (n >= m - (left or 0))) & ((right is None) | (n <= m + (right or 0)))
 
 
 @st.composite
 def sharded(draw):
-    """Chunks of each rank's queries and keys, or of groups of two ranks, and bounds."""
+    """Draw the query and key chunks of ranks, or of groups of two ranks, and bounds."""
     size, layout = draw(st.sampled_from([1, 2, 3, 4, 6])), draw(st.sampled_from(LAYOUTS))
     seqlen_q = draw(st.integers(0, 40) | st.just(64))
     seqlens = seqlen_q, draw(st.just(seqlen_q) | st.integers(0, 40) | st.just(64))
@@ -50,9 +50,9 @@ def sharded(draw):
     return held, draw(SIDES), draw(st.just(0) | SIDES), offset
 
 
-#: The second chunk of queries sees all of the first keys, and some of their neighbours here.
+#: The second chunk of queries sees all first keys, and some of the keys beside them here.
 IN_PART = ([chunks_of(16, 2, "zigzag")] * 2, None, 0, 1)
-#: The first chunk of queries has its sink with keys that the second sees none of.
+#: The first chunk of queries has its sink with keys of which the second chunk sees none.
 WITHOUT_THE_FIRST = ([chunks_of(16, 2, "zigzag"), chunks_of(20, 2, "zigzag")], 4, None, 4)
 
 
@@ -60,9 +60,9 @@ WITHOUT_THE_FIRST = ([chunks_of(16, 2, "zigzag"), chunks_of(20, 2, "zigzag")], 4
 @example(drawn=WITHOUT_THE_FIRST, alone=True, known=True, sink=True)
 @given(drawn=sharded(), alone=st.booleans(), known=st.booleans(), sink=st.booleans())
 def test_blocks_hold_each_visible_pair_once(drawn, alone, known, sink):
-    """And each query one sink. Where positions matter, a block's rows and keys are consecutive."""
+    """Blocks hold each visible pair and each sink once; positions in a block are consecutive."""
     (of_queries, of_keys), left, right, offset = drawn
-    known = known or alone  # an array of offsets is an option with positions
+    known = known or alone  # offsets in an array would count as an option with positions
     bounds = Bounds(left, right, offset if known else None, alone)
     for queries, keys in itertools.product(of_queries, of_keys):
         rows, columns = positions(queries), positions(keys)
@@ -106,7 +106,7 @@ def test_zigzag_gives_all_ranks_equal_causal_work(size):
     contiguous = work("contiguous")
     assert max(contiguous) / np.mean(contiguous) == pytest.approx(2 - 1 / size)
     held = chunks_of(64 * size, size, "zigzag")
-    assert all(len(blocks_of(held[0], own, bounds)) == 1 for own in held)  # one launch a step
+    assert all(len(blocks_of(held[0], own, bounds)) == 1 for own in held)  # one launch per step
 
 
 SLICES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted), max_size=8)
@@ -129,7 +129,7 @@ def test_rows_are_a_set(added, among):
 
 @given(slices=SLICES, seed=st.integers(0, 99), dtype=st.sampled_from([np.float32, np.float64]))
 def test_parts_are_merged(slices, seed, dtype):
-    """By their logarithms of sums; some parts see nothing, some rows have no part."""
+    """Parts are merged by their lse; some parts see no key, and some rows have no part."""
     rng, rows = np.random.default_rng(seed), 12
     outs = rng.standard_normal((len(slices), rows, 2))
     lses = np.full((len(slices), rows), -np.inf)
@@ -161,7 +161,7 @@ def test_parts_are_merged(slices, seed, dtype):
 
 @given(slices=SLICES, others=SLICES)
 def test_gradients_are_summed(slices, others):
-    """Small integers, exactly; of rows of no block 0."""
+    """Sums of small integers are exact, and rows of no block have gradients of 0."""
     expected = np.zeros((2, 12, 3))
     with poisoned_memory():
         found = []
@@ -206,7 +206,7 @@ def test_an_option_with_positions_keeps_blocks_apart(name):
 @pytest.mark.parametrize("of", ["heads", "ranks", "ranks from the last"])
 @pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses"])
 def test_gradients_are_rounded_once(method, of):
-    """Of two ranks or two heads: bfloat16 has 1 = 257 - 256, but not 257."""
+    """Gradients of two ranks or heads are rounded once: bfloat16 has 1 = 257 - 256, but not 257."""
     comm, zeros = distributed.simulated(2), np.zeros((2, 2, 1), bfloat16)
     dout = np.array([[[258], [256]], [[-256], [-256]]], bfloat16)  # (heads, rows, d_v)
     dout = dout if of == "heads" else dout.swapaxes(0, 1)
@@ -217,7 +217,7 @@ def test_gradients_are_rounded_once(method, of):
     _, pullback = distributed.attention_vjp(q, k, k, **how)
     for gradients in pullback(dout):
         np.testing.assert_array_equal(gradients.dv, 1)
-    # A query whose two keys are on two ranks: dq = ds (k0 - k1).
+    # A query has two keys, on two ranks: dq = ds (k0 - k1).
     k = np.array([[[129 / 64], [127 / 64]]], bfloat16)
     v = np.array([[[129 / 32], [0]]], bfloat16)
     k, v = (distributed.shard(a, **cut) for a in (k, v))
@@ -230,7 +230,7 @@ def test_gradients_are_rounded_once(method, of):
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses"])
 def test_gradients_share_memory_with_nothing(method, size, dtype):
-    """Not all are copied: some are sums that the call itself has made."""
+    """No gradient shares memory with an argument or another gradient, though few are copies."""
     comm = distributed.simulated(size)
     whole = np.random.default_rng(0).standard_normal((4, 4, 8 * size, 4)).astype(dtype)
     q, k, v, dout = (distributed.shard(a, comm=comm) for a in whole)

@@ -22,7 +22,7 @@ def fake(monkeypatch):
 
 
 def test_messages_arrive_in_order_and_senders_wait_for_their_readers(fake):
-    """Rank 0 sends two arrays to rank 1, which sends one to rank 2."""
+    """Rank 0 sends two arrays to rank 1, which sends one to rank 2: order and waiting are right."""
     peers = distributed.from_devices([2, 0, 1])
     assert isinstance(peers, _copies.Peers)
     sent, got = np.arange(3.0), np.zeros(3)
@@ -40,7 +40,7 @@ def test_messages_arrive_in_order_and_senders_wait_for_their_readers(fake):
     assert fake.log == [
         *[("record", "current")] * 3,
         own,  # rank 0 reads nothing
-        own, own, *[("copy", 2, "to", 0)] * 2,  # itself and its source have come
+        own, own, *[("copy", 2, "to", 0)] * 2,  # it waits for itself and its source
         own, own, ("copy", 0, "to", 1),
         *[("record", "own")] * 3,
     ]  # fmt: skip

@@ -47,7 +47,7 @@ def test_ranks_of_one_host_are_explained_as_such():
 
 @pytest.mark.parametrize(("rows", "most"), [(64, 16), (65, 17), (144, 48), (2, 2)])
 def test_the_most_queries_of_a_rank(rows, most):
-    """Chunks of 144 begin at multiples of 16."""
+    """explain counts a rank's most queries as `positions` does; chunks of 144 start at 16n."""
     shape = (8, rows, 16)
     text = distributed.explain(shape, shape, size=4)
     assert text.startswith(f"4 ranks, up to {most} queries each")
@@ -56,8 +56,11 @@ def test_the_most_queries_of_a_rank(rows, most):
 
 
 def test_the_longest_sequence_follows_from_the_bytes_of_a_token():
-    """Of the ring by hand: q, k, v, out and lse, float32 sums of out and lse, a part of them, and
-    keys and values of two ranks."""
+    """The ring's longest sequence is that of its memory, added up by hand.
+
+    A rank holds q, k, v, out and lse, float32 sums of out and lse, one part of both, and the keys
+    and values of two ranks.
+    """
     heads, heads_kv, dim, ranks = 32, 8, 128, 8
     own = 2 * dim * (2 * heads + 2 * heads_kv) + 4 * heads
     sums = 4 * dim * heads + 4 * heads * (dim + 1)
@@ -110,9 +113,9 @@ def of_heads(heads, heads_kv):
         (of_heads(32, 32), 2, None, "ulysses"),
         (of_heads(32, 32), 2, 53_248 << 20, "ulysses"),
         (of_heads(32, 32), 2, (53_248 << 20) - 1, "all_gather"),
-        (of_heads(32, 32), 2, 20_000 << 20, "all_gather"),  # which a forward by ulysses would fit
-        (of_heads(32, 8), 8, 0, "ulysses"),  # the least memory, as nothing fits
-        (of_heads(32, 2), 8, None, "ring"),  # as many bytes as all_gather
+        (of_heads(32, 32), 2, 20_000 << 20, "all_gather"),  # only the forward of ulysses fits
+        (of_heads(32, 8), 8, 0, "ulysses"),  # nothing fits, and it needs the least memory
+        (of_heads(32, 2), 8, None, "ring"),  # it sends as many bytes as all_gather
     ],
 )
 def test_auto_takes_the_fewest_bytes_that_fit(extents, size, memory, method):
@@ -120,7 +123,7 @@ def test_auto_takes_the_fewest_bytes_that_fit(extents, size, memory, method):
 
 
 def test_auto_takes_what_fits():
-    """A ring sends as many bytes as all keys of 2 key/value heads take, and keeps fewer."""
+    """The ring is taken: it sends as many bytes as all_gather and keeps fewer."""
     extents = Extents(
         1 << 20, 1 << 20, (3, 128), (1, 128), (1, 128), (3, 128), np.dtype(np.float16)
     )

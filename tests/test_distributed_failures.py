@@ -37,7 +37,7 @@ def whole(comm, x=X, **words):
     return distributed.unshard(x, comm=comm, **words)
 
 
-#: What one rank calls, what the other calls, and what of these differs.
+#: name -> call of one rank, call of the other, and the argument that differs.
 DIFFERENT = {
     "segments": (forward, {}, forward, {"segment_ids": IDS}, "segment_ids"),
     "function": (forward, {}, whole, {}, "function"),
@@ -59,7 +59,7 @@ DIFFERENT = {
 
 
 def next_call_is_right(comm):
-    """None of what went wrong before is taken for a part of it."""
+    """Return whether the next call is right: nothing sent before may be taken for a part of it."""
     y = X + 1 + comm.rank
     out = whole(comm, distributed.attention(y, y, y, comm=comm, method="ring"))
     y = whole(comm, y)
@@ -93,7 +93,7 @@ def test_different_calls_are_refused_alike(name, swapped):
         (forward, {"axes": 3}, TypeError, "axes: got 3"),
         (forward, {"precision": "tf16"}, ValueError, "precision: got 'tf16'"),
         (forward, {"precision": np.float32}, TypeError, "precision: got <class"),
-        (forward, {"q_lengths": 10**5000}, ValueError, ""),  # JSON cannot say it
+        (forward, {"q_lengths": 10**5000}, ValueError, ""),  # JSON cannot hold the number
         (gradient, {"deterministic": 1}, TypeError, "deterministic: got 1"),
         (gradient, {"wrt": "q"}, TypeError, "wrt: got 'q'"),
         (whole, {"layout": 0}, TypeError, "layout: got 0"),
@@ -141,7 +141,7 @@ def test_another_version_is_named(monkeypatch):
 
 @pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses"])
 def test_a_rank_that_raises_within_a_call_ends_it_on_all(method):
-    """What others had sent is not taken for a part of the next call."""
+    """All ranks raise the error of one rank, and nothing sent before is taken for the next call."""
 
     def out_of_memory(score, *_):
         raise MemoryError("no memory is left")
@@ -174,7 +174,7 @@ def test_ranks_of_one_process_go_on_after_one_has_raised():
 
 
 def test_results_are_made_on_the_device_of_their_rank(monkeypatch):
-    """Gradients are rounded to the dtypes of inputs there."""
+    """The gradients of a rank are rounded to the dtypes of its inputs on its own device."""
 
     class OnDevices(Simulated):
         current = None
@@ -199,7 +199,7 @@ def test_results_are_made_on_the_device_of_their_rank(monkeypatch):
 
 
 def test_dropout_within_blocks_is_refused_before_anything_moves(monkeypatch):
-    """On a GPU, by all ranks: kernels draw for 16 queries and 16 keys at once."""
+    """On a GPU all ranks refuse dropout in blocks that are not multiples of 16 queries and keys."""
     comm, x = distributed.simulated(2), np.ones((40, 4))
     monkeypatch.setattr(_run, "is_cupy", lambda _: True)
     parts = distributed.shard(x, comm=comm)
@@ -217,13 +217,13 @@ def test_dropout_within_blocks_is_refused_before_anything_moves(monkeypatch):
      ("aabbcc", 2), ("aaabbb", 3), ("abba", 1)],
 )  # fmt: skip
 def test_neighbours_on_a_host(hosts, together):
-    """None is one host for all; 1 is no even number, or ranks of a host that are no neighbours."""
+    """None: one host. 1: one rank each, unequal numbers, or ranks of a host are not neighbours."""
     assert _run.ranks_per_host(list(hosts)) == together
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aaaa"])
 def test_heads_stay_within_a_host(hosts, monkeypatch):
-    """Told by the hosts' own names."""
+    """Heads are exchanged within a host where the ranks' host names say which ranks share it."""
     comm, x = distributed.simulated(4), [np.ones((4, 4, 8))] * 4
     agree = comm.agree
 
@@ -252,7 +252,7 @@ def test_the_rank_with_the_least_memory_decides(monkeypatch):
 
 @pytest.mark.parametrize("name", ["causal", "dout", "wrt"])
 def test_ranks_that_repeat_different_calls_compare_them(name):
-    """Both calls are known, of other agreements: one rank makes the first, the other the second."""
+    """Ranks compare different known calls: one repeats the first, the other the second."""
     both = {
         "causal": ({"causal": True}, {"causal": False}),
         "dout": ({}, {"dout": X.astype("f4")}),
@@ -292,7 +292,7 @@ def test_agreements_are_forgotten(monkeypatch):
 )
 @pytest.mark.parametrize("method", ["ulysses", "usp"])
 def test_arrays_of_other_numbers_of_heads(heads, message, method):
-    """Which of them a rank needs could not be said."""
+    """Unequal numbers of heads are refused, as the heads that a rank needs are then undefined."""
     comm = distributed.simulated(4)
     q, k, v = ([np.ones((n, 4, 8))] * 4 for n in heads)
     with pytest.raises(NotImplementedError, match=f"{message}, which"):
@@ -314,7 +314,7 @@ def test_a_pullback_is_the_gradient_of_its_call():
 
 @pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses"])
 def test_every_block_is_computed_as_asked(method, monkeypatch):
-    """The CPU path takes both words for a permission, and does not use it."""
+    """precision and deterministic reach every block. On the CPU both only permit something."""
     told = []
 
     def noting(run):

@@ -1,4 +1,4 @@
-"""What do communicators make of strangers, odd messages, ranks that leave, and races?"""
+"""How do communicators treat strangers, odd messages, ranks that leave, and races?"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_who_does_not_answer_has_no_wrong_secret():
 
 
 def test_a_rank_0_without_the_secret_is_refused():
-    """It says something of the right size."""
+    """A rank 0 that answers with bytes of the right size, but without the secret, is refused."""
 
     def answer():
         with listener, listener.accept()[0] as link:
@@ -42,7 +42,7 @@ def test_a_rank_0_without_the_secret_is_refused():
 
 
 def meeting(size, ranks, timeout=20.0):
-    """What each of some ranks finds, links or an error, once the address of rank 0 is known."""
+    """Return an address, a list of what ranks find (links or an error), and the ranks' threads."""
     address, found = ("127.0.0.1", _launchers.free_port()), []
 
     def join(rank):
@@ -84,7 +84,7 @@ def test_two_ranks_of_one_number():
 
 @pytest.fixture
 def two():
-    """Two ranks that have met."""
+    """Yield two ranks that are connected."""
     ends = socket.socketpair()
     ranks = [_processes.Processes(r, 2, {1 - r: end}, **LIMITS) for r, end in enumerate(ends)]
     yield ranks
@@ -94,7 +94,7 @@ def two():
 
 @pytest.fixture
 def one():
-    """A rank, and a socket of the other to write into."""
+    """Yield a rank, and the socket by which the other rank would write to it."""
     own, other = socket.socketpair()
     rank = _processes.Processes(0, 2, {1: own}, op_timeout=5.0, liveness_timeout=1.0)
     yield rank, other
@@ -103,7 +103,7 @@ def one():
 
 
 def swap(ranks, sent, got):
-    """Rank 0 sends, rank 1 receives."""
+    """Send from rank 0 to rank 1."""
     ranks[0].wait(ranks[0].start({0: Exchange(((1, sent),), ())}))
     ranks[1].wait(ranks[1].start({1: Exchange((), ((0, got),))}))
 
@@ -161,7 +161,7 @@ def test_a_message_beyond_all_bounds_is_not_waited_for(one):
 
 
 def test_a_long_message_is_a_sign_of_life(one):
-    """It takes longer than a rank may be silent."""
+    """A message that takes longer than a rank may be silent counts as a sign of life."""
     rank, other = one
     other.sendall(_processes._FRAME.pack(_processes._DATA, 0, 10))
     for byte in range(10):

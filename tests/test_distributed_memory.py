@@ -19,17 +19,17 @@ ARRAYS = np.lib.tracemalloc_domain
 
 
 def traced():
-    """Bytes of all arrays."""
+    """Return the bytes of all arrays."""
     if not tracemalloc.is_tracing():
         return 0
     return sum(t.size for t in tracemalloc.take_snapshot().traces if t.domain == ARRAYS)
 
 
 class Counted(Simulated):
-    """Ranks whose arrays are counted, those of rank 0 by themselves.
+    """Simulated ranks that count the arrays of rank 0.
 
     Copies that the simulator keeps are made and dropped while no rank runs. What a rank sends is
-    held until it goes on after it has waited.
+    held until the rank runs again after it has waited.
     """
 
     def __init__(self, size):
@@ -59,25 +59,25 @@ class Counted(Simulated):
         self._elsewhere = None
 
     def look(self):
-        """Of rank 0, what lives now; it runs alone."""
+        """Measure the live bytes of rank 0, the only rank that runs now."""
         if self._elsewhere is not None:
             self.live = traced() - self._elsewhere
             self.most = max(self.most, self.live)
 
 
 def most_taken(comm, call, monkeypatch):
-    """Most bytes that rank 0 held at once beside its results."""
+    """Return the most bytes that rank 0 held at once beside its results, and the results."""
 
     def looking(whole):
         def run(*given, **named):
-            comm.look()  # what kernels and the CPU path take is not a rank's
+            comm.look()  # kernels and the CPU path do not count as a rank's memory
             whole(*given, **named)
 
         return run
 
     for name in ("run_forward", "run_backward"):
         monkeypatch.setattr(_parts, name, looking(getattr(_parts, name)))
-    call()  # what is kept of a first call is there from now on
+    call()  # what a first call keeps is there before counting
     comm.live = comm.most = 0
     tracemalloc.start()
     results = call()
@@ -87,7 +87,7 @@ def most_taken(comm, call, monkeypatch):
 
 
 def test_what_is_counted(monkeypatch):
-    """Arrays of rank 0 alone, at the time when most of them live."""
+    """The count is of rank 0's arrays alone, when it holds most of them."""
     comm = Counted(2)
 
     def schedule(rank):
@@ -112,7 +112,7 @@ def test_what_is_counted(monkeypatch):
     [("all_gather", 4), ("ring", 2), ("ring", 4), ("ring", 8), ("ulysses", 4), ("usp", 8)],
 )
 def test_live_bytes_are_those_of_explain(method, size, dtype, causal, monkeypatch):
-    """At most as many, and nearly: a mask makes blocks smaller, one head needs no transpose."""
+    """A rank holds at most what explain says, and at least 70 % of it."""
     heads, heads_kv, dim, rows = 16, 8, 32, 64 * size
     shapes = [(n, rows, dim) for n in (heads, heads_kv, heads_kv, heads)]
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Does the NCCL communicator order what it should, without NCCL?"""
+"""Does the NCCL communicator order streams and calls correctly, without NCCL?"""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_devices_exchange_in_one_group_between_the_right_streams(fake):
     }
     ticket = devices.start(exchanges)
     begun = fake.log.copy()
-    # NCCL's stream comes first: a kernel of the current one would take every SM.
+    # NCCL's kernel starts first: a kernel of the current stream would take every SM.
     assert begun[:4] == [
         ("record", "current"), ("own", "waits for", "current"),
         ("record", "own"), ("current", "waits for", "own"),
@@ -83,7 +83,7 @@ def test_a_group_that_cannot_be_posted_is_left(fake):
 
 
 def test_memory_of_an_exchange_in_flight_is_not_given_away(fake):
-    """One of several GPUs of a process raises: every GPU waits for what has begun."""
+    """When one GPU of a process raises, every GPU waits for the exchanges in flight."""
     devices = _nccl.NcclDevices.of([0, 1])
 
     def schedule(rank):
@@ -98,13 +98,13 @@ def test_memory_of_an_exchange_in_flight_is_not_given_away(fake):
 
 
 def of_two_ranks(run, devices=(0, 1), op_timeout=5.0):
-    """What ``run(rank, communicator)`` returns, or raises, of two ranks over NCCL."""
+    """Return what ``run(rank, communicator)`` returns or raises on two ranks over NCCL."""
     how = {"transport": "nccl", "device": list(devices), "op_timeout": op_timeout}
     return in_threads(2, lambda comm: run(comm.rank, comm), **how)
 
 
 def swapped(fake, rank, comm):
-    """An exchange of one array with the other rank."""
+    """Exchange one array with the other rank."""
     sent, got = np.full(3, float(rank)), np.zeros(3)
     exchange = Exchange(((1 - rank, fake.array(sent)),), ((1 - rank, fake.array(got)),))
     comm.wait(comm.start({rank: exchange}))
@@ -112,7 +112,7 @@ def swapped(fake, rank, comm):
 
 
 def test_processes_exchange_over_nccl(fake):
-    """After a warm-up of all pairs."""
+    """Two processes exchange over NCCL, after a warm-up of all pairs."""
 
     def run(rank, comm):
         before = comm.control.progress
@@ -124,7 +124,7 @@ def test_processes_exchange_over_nccl(fake):
 
 
 def test_arrays_of_an_exchange_are_not_kept_until_the_gpu_has_done_it(fake):
-    """A host runs ahead of its GPU: kept until then, arrays of all steps would live at once."""
+    """Arrays of an exchange are freed once it is launched, or those of all steps would pile up."""
     fake.frozen = True
 
     def run(rank, comm):
@@ -153,7 +153,7 @@ def test_a_call_that_raises_on_one_rank_frees_the_gpus_of_all(fake):
             while time.monotonic() < until:
                 comm.check()
                 time.sleep(0.01)
-        comm.wait(None)  # for what is worth nothing now
+        comm.wait(None)  # after an abort the ticket does not matter
 
     for error in of_two_ranks(run):
         assert "rank 1 raised in the middle of a call: MemoryError: no memory is left" in str(error)
@@ -161,7 +161,7 @@ def test_a_call_that_raises_on_one_rank_frees_the_gpus_of_all(fake):
 
 
 def test_a_rank_that_fails_while_nccl_begins_frees_its_gpu(fake, monkeypatch):
-    """Nobody has asked yet to be told of failures."""
+    """A failure while NCCL initialises frees the GPU, though ``on_failure`` is not set yet."""
     controls, begin = {}, _nccl._initialised
 
     def failing(size, identity, rank, *limits):
@@ -179,7 +179,7 @@ def test_a_rank_that_fails_while_nccl_begins_frees_its_gpu(fake, monkeypatch):
 
 @pytest.mark.parametrize("other", [3, 7])
 def test_two_ranks_on_one_gpu(fake, other):
-    """Of four."""
+    """Two of four ranks on one GPU are refused, and named."""
     for error in of_two_ranks(partial(swapped, fake), devices=(3, other)):
         assert "ranks 0 and 1 have one GPU, bus 3" in str(error)
 
@@ -192,12 +192,12 @@ def test_gpus_of_two_hosts_may_have_one_number(fake, monkeypatch):
 
 @pytest.mark.parametrize("late", [None, 1])
 def test_an_exchange_that_does_not_end_is_aborted_on_all_ranks(fake, late):
-    """The rank that has not begun it is named, if there is one."""
+    """An exchange that never ends is aborted on all ranks; a rank that never began it is named."""
 
     both = threading.Barrier(2)
 
     def run(rank, comm):
-        time.sleep(0.3)  # the warm-up has been seen to end
+        time.sleep(0.3)  # by now the warm-up has been seen to end
         both.wait()
         fake.frozen = True
         if rank != late:
@@ -218,7 +218,7 @@ def test_threads_that_abort_at_once_abort_once(fake):
     class Slow(threading.Event):
         def is_set(self):
             found = super().is_set()
-            time.sleep(0.05)  # in which the other thread asks too
+            time.sleep(0.05)  # time for the other thread to ask, too
             return found
 
     def run(rank, comm):

@@ -23,7 +23,7 @@ def free_address():
 
 
 def started(case, size, ranks=None):
-    """Processes by rank."""
+    """Start the ranks; return rank -> process."""
     address = free_address()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     return {
@@ -36,7 +36,7 @@ def started(case, size, ranks=None):
 
 
 def told(processes, timeout=40.0):
-    """What each process printed, in lines; all have ended."""
+    """Wait for all processes; return rank -> printed lines."""
     lines = {}
     try:
         for rank, process in processes.items():
@@ -52,7 +52,7 @@ def told(processes, timeout=40.0):
 
 
 def raised(lines):
-    """Kind, rank and text of the error, and after how many seconds it came."""
+    """Return kind, rank and text of the error, and the seconds until it was raised."""
     (error,) = (line for line in lines if "|" in line)
     kind, rank, text = error.split("|", 2)
     return kind, rank, text, float(lines[-1].split()[1])
@@ -60,7 +60,7 @@ def raised(lines):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_compute_attention(size):
-    """By three methods; every rank sends as much."""
+    """Three methods are right in processes, and every rank sends as many bytes."""
     lines = told(started("shares", size))
     sent = {found[0] for found in lines.values()}
     assert len(sent) == 1

@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_training_on_two_processes_follows_the_curve_of_one(capfd, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # processes take this checkout
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # processes import this checkout
     assert train_on_ranks.main(["--ranks", "2", "--steps", "12", "--tokens", "60"]) == 0
     assert "the curves agree" in capfd.readouterr().out
 
 
 def test_gradients_of_the_example():
-    """Central differences of its loss."""
+    """Gradients of the example agree with central differences of its loss."""
     task = train_on_ranks.recall(20, seed=3)
     weights = train_on_ranks.initial_weights(task.features.shape[1])
 
@@ -47,7 +47,7 @@ def test_curves_that_do_not_agree_are_noticed(capsys):
 
 
 def test_scaling_runs_part_by_part(tmp_path, capsys):
-    """A run that is over at once leaves what the next one goes on with."""
+    """A run that is over at once leaves its work to the next one."""
     file = tmp_path / "found.json"
     common = ["--simulate", "2", "--tokens", "16", "--methods", "ring", "--file", str(file)]
     assert scale_out.main([*common, "--only", "GQA 32/8 causal", "--seconds", "0"]) == 3
@@ -66,13 +66,13 @@ def test_scaling_runs_part_by_part(tmp_path, capsys):
         else:
             assert cell["tokens"] == 32
     assert told.count("\n") == len(state["cells"])
-    assert scale_out.main([*common, "--only", "GQA 32/8 causal"]) == 0  # nothing is left
+    assert scale_out.main([*common, "--only", "GQA 32/8 causal"]) == 0  # nothing is left to run
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_every_part_of_scaling_runs(ranks, tmp_path):
-    """Weak cells by our methods and the peer's, split; strong ones, and the longest."""
+    """Weak and strong cells and the longest sequence run, by our methods and the peer's."""
     file = tmp_path / "found.json"
     methods = ["ring", "ulysses", ring_peer.METHOD]
     common = ["--simulate", str(ranks), "--tokens", "4", "--file", str(file), "--split"]
@@ -125,13 +125,13 @@ def test_survivors_of_a_dead_rank_are_asked(tmp_path, monkeypatch):
 
 
 def test_a_timeline_is_that_of_the_schedule():
-    """A link as fast as light hides all but the last gradients; a slow one is waited for."""
+    """A fast link hides every exchange behind computation, and a slow link is waited for."""
     how = {"causal": True, "gradient": False, "method": "ring"}
     fast, slow = (
         rank_timeline.timeline(4, 8192, (32, 8), speeds=rank_timeline.Speeds(link=b), **how)
         for b in (1e15, 1e9)
     )
-    pairs = 4 * 8192**2 / 2  # of a rank: a quarter of half of all
+    pairs = 4 * 8192**2 / 2  # pairs of a rank: a quarter of half of all pairs
     for line in fast:
         expected = 4 * 32 * 128 * pairs / rank_timeline.Speeds().forward
         assert line.computed == pytest.approx(expected, rel=0.1)
@@ -158,4 +158,4 @@ def test_a_projection_says_what_it_is(capsys):
     assert first.startswith("projected, not measured: 64 GPUs")
     shares = [[float(cell.rstrip("%")) for cell in line.split()[3:5]] for line in lines]
     assert all(0 < forward <= 90 and 0 < gradient <= 80 for forward, gradient in shares)
-    assert shares[-1] > [80, 70]  # many tokens hide what moves
+    assert shares[-1] > [80, 70]  # with many tokens the exchanges are hidden

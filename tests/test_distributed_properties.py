@@ -1,4 +1,4 @@
-"""Is attention of any number of ranks that of one device, for whatever may be called?"""
+"""Is attention on any number of ranks that of one device, for any legal call?"""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from support.shards import Shards, has_rows, in_threads
 
 METHODS = ("all_gather", "ring", "ulysses", "usp")
 SIZES = (2, 3, 4, 5, 6, 8, 12, 16)
-SEQLENS = (1, 2, 5, 17, 31, 64, 100, 150, 0)  # chunks are empty, odd, or of multiples of 16
+SEQLENS = (1, 2, 5, 17, 31, 64, 100, 150, 0)  # chunks are empty, odd or multiples of 16
 EVERY_OPTION = {
     "seqlens": SEQLENS,
     "gradients": ("bias", "alibi_slopes", "sink", "scale"),
     "mixed_dtypes": False,
 }
-#: Of the two methods that exchange heads: as many as ranks can share, none of them broadcast.
+#: The two methods that exchange heads need a number of heads that ranks share, not broadcast.
 HEADS = {"batches": ((4,), (2, 4), (8,), (12,), (16,)), "broadcast": False}
 PAIRWISE = {"bias", "mask"}
 POSITIONS = cuflash.MaskMod("(2 * q + k) % 5 > 0", host=lambda b, h, q, k: (2 * q + k) % 5 > 0)
@@ -35,7 +35,7 @@ WAVE = cuflash.ScoreMod(
 
 
 def calls(method):
-    """Calls that a method serves for some number of ranks."""
+    """Return a strategy of calls that a method supports for some number of ranks."""
     if method in ("ulysses", "usp"):
         names = tuple(n for n in ALL_OPTIONS if n not in PAIRWISE)
         return testing.calls(**EVERY_OPTION, **HEADS, options=names)
@@ -43,7 +43,7 @@ def calls(method):
 
 
 def of_ranks(call, shards):
-    """out, lse and gradients of a call that ranks make."""
+    """Return out, lse and gradients of a call on several ranks."""
     results = shards.forward(*call.qkv, **call.options)
     gradients = shards.gradients(call.dout, *call.qkv, results, call.wrt, call.dlse, **call.options)
     out, lse = (shards.whole([r[i] for r in results], axis) for i, axis in ((0, -2), (1, -1)))
@@ -52,7 +52,7 @@ def of_ranks(call, shards):
 
 @st.composite
 def of_any_method(draw, sizes):
-    """A call, and ranks that can make it."""
+    """Draw a call, and ranks that support it."""
     method = draw(st.sampled_from(METHODS))
     call, size = draw(calls(method)), draw(st.sampled_from(sizes))
     assume(method != "usp" or size in (4, 6, 8, 12, 16))
@@ -65,7 +65,7 @@ def of_any_method(draw, sizes):
 
 @given(of_any_method(SIZES))
 def test_ranks_keep_the_budget_of_one_device(drawn):
-    """Every option, alone and with others, forward and each gradient, ragged and empty rows."""
+    """Any options, with ragged and empty rows, keep one device's budget, forward and gradient."""
     call, shards = drawn
     out, lse, gradients = of_ranks(call, shards)
     budget = Budget(call)
@@ -81,7 +81,7 @@ def test_ranks_keep_the_budget_of_one_device(drawn):
     formula=st.sampled_from([{"score_mod": WAVE}, {"mask_mod": POSITIONS}]),
 )
 def test_formulas_see_places_in_the_whole(drawn, formula):
-    """With any other options: the gradient of one device, in float64."""
+    """Formulas see positions in the whole, beside any options: float64 results of one device."""
     call, shards = drawn
     wide = {n: np.asarray(getattr(call, n), np.float64) for n in ("q", "k", "v", "dout")}
     call = call.but(**wide, options={**call.options, **formula})
@@ -99,7 +99,7 @@ def test_formulas_see_places_in_the_whole(drawn, formula):
 
 
 def of_processes(call, method, size):
-    """What :func:`of_ranks` returns, of ranks that meet over sockets."""
+    """Return what :func:`of_ranks` returns, from ranks that are connected by sockets."""
     cutter = Shards(size, "zigzag", method)
     options = cutter.options(call.options)
 

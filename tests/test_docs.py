@@ -25,7 +25,7 @@ PUBLIC = [name for name in cuflash.__all__ if inspect.isfunction(getattr(cuflash
 
 OF_TESTING = [f"testing.{n}" for n in cuflash.testing.__all__ if n != "FAMILIES"]
 PACKAGES = (cuflash.distributed, cuflash.reference, cuflash.testing, cuflash.tuning)
-#: Their examples are those of the functions that take or make them.
+#: These have no example of their own: functions that take or return them have one.
 SEEN_ELSEWHERE = {
     "BackwardConfigs",
     "FAMILIES",
@@ -61,7 +61,7 @@ def test_docstrings_are_complete(name):
     found = pkgutil.resolve_name(f"cuflash.{name}")
     text = inspect.getdoc(found)
     sections = ("Parameters", "Returns", "Raises", "Examples")
-    if name in OF_TESTING:  # an assertion returns nothing, and a strategy raises nothing
+    if name in OF_TESTING:  # an assertion returns nothing, a strategy raises nothing
         sections = ("Attributes" if inspect.isclass(found) else "Parameters", "Examples")
     for section in sections:
         assert f"{section}\n---" in text, f"{name} lacks {section}"
@@ -80,7 +80,7 @@ def can_run(needed: str) -> bool:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
 def test_python_blocks_of_documents_run(path):
-    """Blocks of one document share their names; ``needs=`` names a library, or a GPU."""
+    """Python blocks of a document run in one namespace; ``needs=`` names a library, or a GPU."""
     names: dict[str, object] = {}
     absent = set()
     for needed, block in BLOCK.findall(path.read_text(encoding="utf-8")):
@@ -94,7 +94,7 @@ def test_python_blocks_of_documents_run(path):
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, MAP], ids=lambda p: f"{p.parent.name}-{p.name}")
 def test_names_and_folders_in_documents_exist(path):
-    """Dotted names of the library and paths that end in a slash; test_house_rules checks files."""
+    """Dotted cuflash names and folders (a final slash) exist; test_house_rules checks files."""
     text = path.read_text(encoding="utf-8")
     for name in set(re.findall(r"(?<![/\w.])cuflash(?:\.[A-Za-z_]\w*)+", text)):
         pkgutil.resolve_name(name)
@@ -103,7 +103,7 @@ def test_names_and_folders_in_documents_exist(path):
 
 
 def unknown_code(text: str, sources: str) -> set[str]:
-    """Backticked words that no source has, but for instructions and functions of NVIDIA."""
+    """Return backticked words that no source has, except NVIDIA's instructions and functions."""
     others = {"cuLaunchKernelEx", "griddepcontrol"}
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     words = {word for span in spans for word in re.findall(r"[A-Za-z_]\w{3,}", span)}
@@ -129,11 +129,11 @@ def test_unknown_names_in_documents_are_noticed(tmp_path):
 
 
 def test_the_map_of_the_cuda_sources_is_whole():
-    """Every file in a row of its own question, or its folder in one."""
+    """Every file, or its folder, is in one row of the map."""
     kernels = MAP.parent
     text = MAP.read_text(encoding="utf-8")
     rows = " ".join(re.findall(r"^\| (.*?) \|", text[: text.index("## Words")], re.MULTILINE))
-    named = set(re.findall(r"`([\w/.]+)`", rows)) | {"formulas/"}  # told of with score/formulas.cuh
+    named = set(re.findall(r"`([\w/.]+)`", rows)) | {"formulas/"}  # in score/formulas.cuh's row
     files = {p.relative_to(kernels).as_posix() for p in kernels.rglob("*") if p.is_file()}
     files.remove("README.md")
     folders = {name for name in named if name.endswith("/")}
@@ -172,7 +172,7 @@ def test_the_reference_lists_every_public_name():
 
 
 def test_the_readme_is_short():
-    """A stranger has two minutes: details are pages of docs/."""
+    """The README is at most 6,000 bytes; details belong in docs/."""
     assert len((ROOT / "README.md").read_bytes()) <= 6_000
 
 
@@ -185,9 +185,9 @@ def test_links_of_the_readme_lead_to_files():
 
 
 def test_links_of_the_readme_work_on_a_package_index():
-    """It has no files: links lead to the repository's address, or without one are plain text.
+    """Links lead to the repository's address, or are plain text where it has none.
 
-    The picture is drawn in text there.
+    A package index has no files, and shows the picture as text.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     text = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -206,7 +206,7 @@ def test_links_of_the_readme_work_on_a_package_index():
 
 
 def test_each_number_of_the_readme_names_the_file_that_it_comes_from():
-    """tests/test_mutants.py makes the table anew; here: the file is committed, of that day."""
+    """Each number links to a committed result of its device and day (table: test_mutants.py)."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     table = text[text.index("<!-- numbers") : text.index("<!-- end of numbers")]
     rows = table.splitlines()[3:]
@@ -222,7 +222,7 @@ def test_each_number_of_the_readme_names_the_file_that_it_comes_from():
 
 
 def says(function: object, *texts: str) -> None:
-    """Check that a docstring tells of a limit."""
+    """Check that a docstring states a limit."""
     written = " ".join(str(inspect.getdoc(function)).split())
     for text in texts:
         assert text in written, text

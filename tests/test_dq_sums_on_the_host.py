@@ -1,6 +1,6 @@
-"""Does conversion find the float32 sums of dq where they lie? Run by a C++ compiler.
+"""Does conversion read the float32 sums of dq at the right places? Run by a C++ compiler.
 
-The layout is written down here once more, from the picture in `kernels_cu/tile/fragment.cuh`.
+The layout is written here a second time, from the picture in `kernels_cu/tile/fragment.cuh`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 def sums_of(rows: np.ndarray, block_m: int) -> np.ndarray:
-    """Sums of one entry as they lie in memory; ``rows``: whole slices of 16, all columns."""
+    """Return an entry's sums in the order of memory; ``rows`` has whole slices of 16."""
     count, columns = rows.shape
     parts = []
     for block in range(0, count, block_m):
@@ -44,7 +44,7 @@ def sums_of(rows: np.ndarray, block_m: int) -> np.ndarray:
 
 
 def converted(folder: Any, problem: Problem, sums: np.ndarray, dq: np.ndarray) -> list[str]:
-    """Run the conversion; returns what was launched."""
+    """Run the conversion; return the names of the launched kernels."""
     config = chosen.fused(problem, deterministic=True)
     assert config is not None
     with host_device(folder) as device:
@@ -59,13 +59,13 @@ def converted(folder: Any, problem: Problem, sums: np.ndarray, dq: np.ndarray) -
 
 @pytest.mark.parametrize("head_dim", sorted({row.head_dims[0] for row in fused_backward.ROWS}))
 def test_every_sum_is_scaled_and_rounded(tmp_path: Any, head_dim: int) -> None:
-    """Also of ragged rows; blocks that see no key are zero, whatever lies there."""
+    """Every sum is converted, also in ragged rows; blocks that see no key give 0 in any case."""
     entries, seqlen_q, seqlen_k, scale = 2, 333, 100, 0.37
     q, k = (on_device(np.zeros((entries, n, head_dim), bfloat16)) for n in (seqlen_q, seqlen_k))
     problem = describe(q, k, k, Options(causal=True, scale=scale))
     config = chosen.fused(problem, deterministic=True)
     assert config is not None
-    blind = (seqlen_q - seqlen_k) // config.block_m * config.block_m  # rows of whole blocks
+    blind = (seqlen_q - seqlen_k) // config.block_m * config.block_m  # whole blocks
     rng = np.random.default_rng(head_dim)
     rows = rng.standard_normal((entries, -(-seqlen_q // 16) * 16, head_dim), np.float32)
     want = (rows * np.float32(scale)).astype(bfloat16)[:, :seqlen_q]

@@ -19,7 +19,7 @@ from cuflash._problem import destinations
 
 
 def arrays() -> SimpleNamespace:
-    """A legal (2, 4, 5, 8) x (2, 4, 7, 8) problem with all that a wrong call may need."""
+    """Return a legal (2, 4, 5, 8) x (2, 4, 7, 8) problem, with arrays that wrong calls may need."""
     rng = np.random.default_rng(0)
     a = SimpleNamespace(
         q=rng.standard_normal((2, 4, 5, 8), dtype=np.float32),
@@ -419,7 +419,7 @@ WRONG = {
 
 
 def test_a_wrong_call_is_no_better_after_an_equal_one():
-    """Options and layouts are looked up by value, and 1 == True == 1.0."""
+    """A wrong call is refused though an equal one (1 == True == 1.0) was right and is cached."""
     q, k, v = np.zeros((3, 4, 8), np.float32)
     cuflash.attention(q, k, v, window=(1, None), axes=[(0, 1)] * 4, kv_lengths=1)
     for wrong in ({"window": (True, None)}, {"window": (1.0, None)}, {"kv_lengths": True},
@@ -483,7 +483,7 @@ def test_a_selection_may_be_empty_and_count_from_the_end():
 
 @pytest.mark.parametrize("enable_gqa", [False, True])
 def test_as_many_axes_as_are_served(enable_gqa):
-    """With every option that broadcasts."""
+    """Arrays with the most axes that are supported are right, with every option that broadcasts."""
     few = arrays()
     lead = (1,) * (27 if enable_gqa else 28)
     q, k, v = (a.reshape(*lead, *a.shape) for a in few.qkv)
@@ -572,7 +572,7 @@ def test_output_may_interleave_with_an_input():
     axes=st.lists(st.tuples(st.integers(0, 4), st.integers(-13, 13)), max_size=3),
 )
 def test_no_overlap_of_elements_is_overlooked(itemsize, axes):
-    """Against the bytes of all elements; strides in bytes, some no multiples of an element."""
+    """Overlap is found where any bytes of elements coincide, at any strides in bytes."""
     shape, strides = zip(*axes, strict=True) if axes else ((), ())
     memory = np.zeros(512, np.uint8)[256:].view(f"u{itemsize}")
     array = np.lib.stride_tricks.as_strided(memory, shape, strides)
@@ -585,8 +585,8 @@ def test_no_overlap_of_elements_is_overlooked(itemsize, axes):
 
 
 def test_arrays_count_as_overlapping_where_it_takes_too_long_to_know():
-    """Interleaved in three axes each, as in the manual of numpy.shares_memory."""
-    memory = np.zeros(192_163_377, np.int8)  # nobody touches it
+    """What takes too long to know counts as overlap: an example of numpy.shares_memory's manual."""
+    memory = np.zeros(192_163_377, np.int8)  # never touched
     as_strided = np.lib.stride_tricks.as_strided
     one = as_strided(memory, (1049, 1049, 1049), (36674, 61119, 85569))
     other = as_strided(memory[64_023_025:], (1049, 1049, 1), (12223, 12224, 1))

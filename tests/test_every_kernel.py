@@ -1,9 +1,9 @@
 """Is every kernel right over several tiles, with every option? A few calls for each, on a GPU.
 
-Rows of the head sizes "portable" end off the 16 bytes that Hopper's copy engine asks for; "hopper"
-are calls that its kernels serve. Of "float32" it has kernels up to head size 128; "wide" are larger
-ones, whose tiles are split once. Arrays begin at multiples of 16 bytes, those of "small" elsewhere.
-The calls are those that `tools/mutants.py` holds mistakes in the kernels against.
+Rows with "portable" head sizes are not multiples of the 16 bytes that Hopper's copy engine needs.
+Hopper's kernels compute the "hopper" calls, and "float32" calls up to head size 128. "wide" head
+sizes are larger, and their tiles are split once. Arrays begin at multiples of 16 bytes, except
+those of "small". `tools/mutants.py` runs these calls against seeded mistakes in the kernels.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ BATCH, HEADS, ROWS, KEYS = 2, 4, 300, 410
 PORTABLE = {
     "forward_sm80.cu", "backward_delta.cu", "backward_dkv_sm80.cu", "backward_dq_sm80.cu",
 }  # fmt: skip
-#: A mask whose rows begin at multiples of 16 bytes, which is read by as many.
+#: Each row of this mask begins at a multiple of 16 bytes, so that 16 bytes are read at once.
 ALIGNED = Placement(tuple(range(4)), (1, 1, 8, 1), (False,) * 4, (False,) * 4, lead=16)
 
 
 def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
-    """The options of a case; every array differs from head to head or from entry to entry."""
+    """Return the options of a case. Every array differs between heads or between entries."""
     ids = tuple(np.sort(rng.integers(0, 4, (BATCH, 1, n)), -1) for n in (ROWS, KEYS))
-    strays = tuple(a.copy() for a in ids)  # a query and a key that meet far from their like
+    strays = tuple(a.copy() for a in ids)  # these ids meet far from the diagonal
     strays[0][1, 0, 13] = strays[1][1, 0, 385] = 9
-    # Whole blocks of keys have the first id of a block of queries that has two.
+    # A block of queries has two ids, and whole blocks of keys have the first of them.
     long = tuple(np.tile(np.arange(n) >= first, (BATCH, 1, 1)).astype(np.int64)
                  for n, first in ((ROWS, 100), (KEYS, 300)))  # fmt: skip
     slopes = rng.uniform(0.01, 0.3, HEADS).astype(np.float32)
@@ -130,7 +130,7 @@ def found(kernel: str, name: str, backward: bool) -> tuple[Call, Results, Budget
     plan_cache.forget()
     result = run(cupy, call, backward=backward, with_out=True)
     if hardware.present().hopper:
-        backward_too = {"dout"} if backward else set()  # named by the kernels of gradients
+        backward_too = {"dout"} if backward else set()  # only kernels of gradients have this name
         own = [step for step in planned_launchers() if backward_too <= set(step.names)]
         served = any(step.maps is not None for step in own)
         assert served == ("hopper" in kernel)
@@ -155,7 +155,7 @@ def test_backward(kernel: str, name: str) -> None:
 def test_portable_kernels_that_copy_16_bytes(
     head_dims: tuple[int, int], dtype: Any, name: str
 ) -> None:
-    """As devices before and after Hopper run most calls: arrays begin and rows end at 16 bytes."""
+    """Portable kernels that copy 16 bytes, as on most devices, are within the budget."""
     import cupy
 
     from support.portable import portable_kernels

@@ -1,4 +1,4 @@
-"""Does the demo reproduce what was published, and would it say so if it did not?"""
+"""Does the demo reproduce published results, and would it say so if it did not?"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ JUDGED = [a for a in atom_mapping.ARITHMETICS if a.allowed is not None]
 DOUBLE = next(a for a in JUDGED if a.name == "float64")
 
 NO_BRANCHES = str.maketrans("", "", "()")
-# As rxnmapper's own tests print them; a branch that ends a molecule loses its parentheses there.
+# As rxnmapper's own tests print them. A branch that ends a molecule loses its parentheses there.
 PUBLISHED_MAPPINGS = {
     "C(C)O.BrC(C)>>CCOCC": "[CH2:2]([CH3:1])[OH:3].Br[CH2:4][CH3:5]"
     ">>[CH3:1][CH2:2][O:3][CH2:4][CH3:5]",
@@ -53,7 +53,7 @@ def checkpoint(wheel):
 
 @pytest.fixture
 def no_network(monkeypatch, tmp_path):
-    """An empty cache, and a pip that may not ask any index; returns the cache folder."""
+    """Return an empty cache folder, and keep pip from asking any index."""
     monkeypatch.setattr(rxnmapper_weights, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -103,7 +103,7 @@ def test_published_mappings(checkpoint):
 
 def test_general_smiles_through_rdkit(checkpoint):
     pytest.importorskip("rdkit", reason="RDKit is not installed")
-    # As the tests of rxnmapper write it, with salts held together by a tilde.
+    # As rxnmapper's tests write it, with salts held together by a tilde.
     salts = reactions.canonical("CC[O-]~[Na+].BrCC.[Na+]~[H-]>>CCOCC")
     more = {salts: 0.9606074439250337, "[1*]C=C.O>>*CCO": 0.9988284870307568}
     assert_published(checkpoint, atom_mapping.PUBLISHED_GENERAL | more)
@@ -162,10 +162,10 @@ def test_two_float16_parts_add_up(checkpoint):
 
 
 def attention_with_float16_weights(reference_off_by):
-    """A kernel's arithmetic, exact but for weights that a product of float16 takes rounded.
+    """Return exact attention whose weights are rounded to float16, as in a kernel.
 
-    They are relative to a reference that need not be the row's largest score: what is one weight
-    of 1 to a reference that follows every maximum is here rounded, too.
+    The reference of a row may differ from its largest score by ``reference_off_by``. A weight that
+    is exactly 1 relative to the row's maximum is then rounded, too.
     """
 
     def attention(q, k, v, /, *, options, out, **_):
@@ -185,14 +185,14 @@ def attention_with_float16_weights(reference_off_by):
 
 @pytest.mark.parametrize("reference_off_by", [0.0, 0.2, 0.37, -0.09, -0.2, 0.27])
 def test_two_parts_leave_room_for_weights_in_float16(checkpoint, monkeypatch, reference_off_by):
-    """Whatever reference a kernel keeps, it may round its weights: what is allowed is fair."""
+    """The tolerance allows weights rounded to float16, whichever reference a kernel keeps."""
     [arithmetic] = [a for a in JUDGED if a.operand_parts == 2]
     monkeypatch.setattr(cuflash, "attention", attention_with_float16_weights(reference_off_by))
     test_published_confidences(checkpoint, arithmetic)
 
 
 def test_rounding_operands_alone_moves_a_confidence_farther(checkpoint):
-    """Plain float16 cannot be judged by what is allowed: exact attention would fail."""
+    """Rounding operands to float16 exceeds the tolerance even in exact attention."""
     [exact] = [a for a in atom_mapping.ARITHMETICS if a.name == "float16 exact"]
     published, farthest = np.array(list(atom_mapping.PUBLISHED.values())), 0.0
     for one_unit in (0, 1e-7, -1e-7):
@@ -292,7 +292,7 @@ def test_canonical_reactions():
 
 
 def test_pairs_by_hand():
-    """The clear pair goes first and settles, through its neighbours, the pair that is not."""
+    """The clear pair is matched first; its neighbours then decide the pair that is not clear."""
     reaction = reactions.read_reaction("CO.CBr>>OC")
     attention = np.array([[9.0, 1.0, 9.0, 9.0], [0.3, 9.0, 0.6, 9.0]])
     mapping = reactions.map_atoms(reaction, attention)

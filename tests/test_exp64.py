@@ -1,7 +1,7 @@
 """Is 2^x of the float64 kernels within one unit in the last place? Against 50 digits.
 
-The header is compiled for the host and for the device at hand: additions and fused
-multiply-additions are the same to the last bit on both.
+The header is compiled for the host and for the device. Additions and fused multiply-additions have
+the same bits on both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 from support.host_device import COMPILER, SUPPORT
 
 LEAST_NORMAL = -1022.0
-#: x -> 2^x by the table in memory, by the table in registers, and 2^(x FACTOR - REFERENCE).
+#: x -> 2^x by the table in memory, 2^x by the table in registers, and 2^(x FACTOR - REFERENCE).
 Evaluate = Callable[[np.ndarray], np.ndarray]
 FACTOR, REFERENCE = 0.18033688011112042, 5 + 1 / 32
 
@@ -95,7 +95,7 @@ def evaluate(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Evaluate
 
 
 def units_off(x: np.ndarray, found: np.ndarray, factor: float = 1, reference: float = 0) -> float:
-    """Largest error in units in the last place of the exact 2^(x factor - reference)."""
+    """Return the largest error in units in the last place of 2^(x factor - reference)."""
     largest = Decimal(0)
     with localcontext() as context:
         context.prec = 50
@@ -113,7 +113,7 @@ def arguments() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(7)
     midpoints = rng.integers(-32 * 1022, 32 * 3, 3000) / 32 + 1 / 64
     small = np.geomspace(1e-300, 2, 3000)
-    # By the least exact entry of the table, as far from it as r may be.
+    # At the table's least exact entry, with the largest r.
     corner = 1 / 64 - np.random.default_rng(8).random(20000) / 2048
     corner[::2] *= -1
     return {

@@ -1,9 +1,9 @@
 """Do rows get the definition's weights, forward and gradient, however far from 0 their scores lie?
 
-Where a unit in the last place of a score is many exponents, products that are rounded once more, or
-summed in another order, have weights that overflow or vanish. Of scores that differ by more than
-their roundings one key has the whole weight: that is seen in every digit. Rows near 0 lie among
-them.
+Far from 0, one unit in the last place of a score spans many exponents. A product that is rounded
+once more, or summed in another order, then gives weights that overflow or vanish. Scores here
+differ by more than their roundings, so that one key has the whole weight and an error shows in
+every digit. Rows near 0 lie among the far rows.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import test_host
 from support.host_device import COMPILER, host_device
 
 ROWS, KEYS = 40, 80
-#: How large the scores of far rows are, by dtype of the inputs.
+#: dtype of the inputs -> sizes of the scores of far rows.
 SIZES = {
     "float64": (1e12, 1e14, 1e20, 1e31, 1e100, 1e300),
     "float32": (1e4, 1e6, 1e10, 1e30),
     "bfloat16": (1e4, 1e6, 1e10, 1e30),
 }
-#: Logarithms of sums from which on rows are computed again.
+#: From these lse on, rows are computed again.
 FAR = {"float64": 2.0**46, "float32": 2.0**20}
 OPTIONS = ("plain", "causal", "mask and sink", "key bias", "large scale", "narrow")
 CASES = [
@@ -82,9 +82,9 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def call_of(name: str, dtype: str, size: float, late: bool) -> Call:
-    """Of three neighbouring rows the first is near 0, the next far above it, the third below.
+    """Of each three rows make the first near 0, the second far above 0 and the third far below.
 
-    Where a key is ``late``, the last of them sees keys far below 0 first, and then one at 0.
+    With ``late``, the rows far below 0 see keys far below 0 first, and then a key at 0.
     """
     width, width_v = (3, 4) if name == "narrow" else (24, 40)
     shapes = (ROWS, width), (KEYS, width), (KEYS, width_v)
@@ -103,12 +103,12 @@ def call_of(name: str, dtype: str, size: float, late: bool) -> Call:
     q, k, v, dout = (a.astype(to) for a in (q, k, call.v, call.dout))
     wrt: tuple[str, ...] = ("q", "k", "v", *({"bias", "sink"} & set(call.options) or {"scale"}))
     if "bias" in call.options and dtype != "float64":
-        wrt = ()  # a bias may stand for a mask: docs/accuracy.md
+        wrt = ()  # a bias may act as a mask: docs/accuracy.md
     return Call(q, k, v, dout, options={**call.options, "scale": scale}, wrt=wrt)
 
 
 def check(call: Call, found: tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]) -> None:
-    """Against the definition, within what sums and roundings of single weights may lose."""
+    """Compare with the definition, within what sums and roundings of single weights may lose."""
     real = np.dtype(call.lse_dtype)
     exact = np.longdouble if real == np.float64 else np.float64
     options, scale = dict(call.options), abs(call.options["scale"])
@@ -123,7 +123,7 @@ def check(call: Call, found: tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]
     size = scale * (np.abs(q) @ np.abs(k).T) + np.abs(options.get("bias", 0.0))
     assert (eps * size * p * (1 - p) < 1e-2).all(), "keys are not far enough apart"
     p_error = p * (1 - p) * 64 * eps * (1 + size) + 32 * eps * p + np.finfo(real).tiny
-    # Weights of a gradient are as exact as lse and a score summed anew; far from 0 both are one.
+    # A gradient's weights are as exact as lse and a recomputed score. Far from 0 both round alike.
     finite_lse = np.where(np.isneginf(right_lse), 0, np.abs(right_lse))
     near = finite_lse < FAR[real.name]
     x = np.abs(dout) @ np.abs(v).T
@@ -147,7 +147,7 @@ def check(call: Call, found: tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]
     truths |= {name: getattr(gradients, FIELDS[name]) for name in own}
     for name, result in {"out": out, "lse": lse, **own}.items():
         truth = truths[name]
-        # A NaN is not within anything.
+        # Written so that a NaN is wrong.
         wrong = ~(np.abs(result.astype(exact) - truth) <= bounds[name] + np.abs(truth) * unit)
         if name == "lse":
             wrong &= ~(np.isneginf(truth) & np.isneginf(result))
@@ -210,17 +210,17 @@ def test_equal_keys_share_a_far_row(compute: Compute, dtype: str) -> None:
 def test_sums_of_values_stay_within_the_range(
     compute: Compute, dtype: str, widths: tuple[int, int]
 ) -> None:
-    """A mean is, and the row that is not finite is computed again, pair by pair."""
+    """A mean stays finite though its sum overflows: its row is computed again, pair by pair."""
     options = {"sink": np.array(-1.0)} if dtype == "float32" else {}
     call = test_host.large_values(DTYPES[dtype], 100, *widths, **options)
-    # Kernels flush subnormal numbers of float32.
+    # Kernels flush subnormal float32 numbers.
     test_host.check_large_values(call, compute(call)[0], float(np.finfo(np.float32).tiny))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("option", ["bias", "sink"])
 def test_far_options(compute: Compute, option: str) -> None:
-    """One key, or none, has all of every row."""
+    """A bias or sink far from 0 gives one key, or no key, the whole weight of every row."""
     far = np.zeros((1, KEYS)) if option == "bias" else np.array(1e100)
     if option == "bias":
         far[0, 7] = 1e100

@@ -17,7 +17,7 @@ from cuflash.testing._budget import Budget
 from support import chosen, memory
 from support.problems import Call, make_call, run
 
-#: dtype, queries, keys, head size; on Hopper, by which kernel.
+#: kernel on Hopper, and a label -> (dtype, queries, keys, head size)
 KERNELS = {
     "forward_sm90": (np.float16, 100, 4096, 64),
     "forward_sm90, 128": (np.float16, 130, 2300, 128),
@@ -39,7 +39,7 @@ KERNELS = {
     "forward_narrow": (np.float32, 300, 4096, 3),
     "forward_narrow, float64": (np.float64, 100, 2100, 8),
 }
-#: Options that a kernel of Hopper refuses: `forward_sm80` splits the keys of these calls.
+#: Options that a kernel of Hopper refuses. `forward_sm80` splits the keys of these calls.
 REFUSED = {
     "forward_sm90, 256": {"the rest"},
     "forward_tf32_sm90": {"the rest"},
@@ -47,7 +47,8 @@ REFUSED = {
 }
 
 
-#: And that a cluster of so many rows does not take: Hopper's kernel does, and one that combines.
+#: Options that a cluster of this many rows refuses, too: there `forward_sm90` splits the keys, and
+#: another kernel combines the results.
 WITHOUT_CLUSTERS = {
     "forward_sm80, cluster of 96 rows": {
         "sink", "a sink alone", "bias", "mask", "segments", "the rest",
@@ -56,7 +57,7 @@ WITHOUT_CLUSTERS = {
 
 
 def options_of(rows: int, keys: int) -> dict[str, dict[str, Any]]:
-    """Every option that reads arrays, formulas apart, for a batch of 2 with 2 heads."""
+    """Return every option that reads arrays except formulas, for a batch of 2 with 2 heads."""
     rng = np.random.default_rng(2)
     return {
         "causal": {"causal": True},
@@ -82,7 +83,7 @@ def options_of(rows: int, keys: int) -> dict[str, dict[str, Any]]:
 
 
 def call_of(kernel: str, options: dict[str, Any]) -> Call:
-    """Arrays for kernels of Hopper begin at multiples of 16 bytes, as its copy engine demands."""
+    """Return a call, whose arrays are aligned to 16 bytes where Hopper's copy engine needs it."""
     dtype, rows, keys, d = KERNELS[kernel]
     shapes = (2, 2, rows, d), (2, 2, keys, d), (2, 2, keys, d)
     for_sm90 = "sm90" in kernel or kernel in WITHOUT_CLUSTERS
@@ -91,7 +92,7 @@ def call_of(kernel: str, options: dict[str, Any]) -> Call:
 
 
 def on_hopper(kernel: str, name: str) -> tuple[str, bool, bool]:
-    """Which kernel computes a case on a Hopper, that it splits the keys, whether in clusters."""
+    """Return the kernel of a case on Hopper, whether it splits keys, and whether in clusters."""
     refused = name in REFUSED.get(kernel, ())
     if name in WITHOUT_CLUSTERS.get(kernel, ()):
         return "forward_sm90", True, False
@@ -205,7 +206,7 @@ def test_packed_sequences_of_few_queries(d: int) -> None:
 @pytest.mark.parametrize(("entries", "keys"), [(40, 8200), (80, 2100)])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_many_tiles_of_few_rows(entries: int, keys: int, d: int) -> None:
-    """160 tiles, whose keys are split, and 320 that are not; the same bits whatever memory held."""
+    """160 tiles (keys split) and 320 (not split) are right, and their bits ignore the workspace."""
     import cupy
 
     from support.portable import planned_kernels
@@ -231,7 +232,7 @@ def test_many_tiles_of_few_rows(entries: int, keys: int, d: int) -> None:
 
 
 def test_the_kernels_of_hopper_are_these() -> None:
-    """Without a GPU: what the tables of this file say is chosen."""
+    """The configurations chosen for Hopper are those of this file's tables; needs no GPU."""
     for kernel, (_, rows, keys, _) in KERNELS.items():
         for name, options in {"plain": {}, **options_of(rows, keys)}.items():
             call = call_of(kernel, options)

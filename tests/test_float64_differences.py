@@ -1,7 +1,7 @@
 """Are gradients of the float64 kernels the derivatives of their own forward, to 1e-7?
 
-By central differences along random directions, over several tiles of queries and keys: on a GPU,
-and by the portable kernels that a C++ compiler runs.
+They are compared with central differences along random directions, over several tiles of queries
+and keys: on a GPU, and by the portable kernels that a C++ compiler runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BATCH, HEADS = 2, 2
 
 
 def options_of(name: str, rows: int, keys: int) -> dict[str, Any]:
-    """Options of a case: smooth in every array whose gradient is asked for."""
+    """Return the options of a case, smooth in every array whose gradient is computed."""
     rng = np.random.default_rng(11)
     ids = tuple(np.sort(rng.integers(0, 3, (BATCH, 1, n)), -1) for n in (rows, keys))
     return {

@@ -1,9 +1,9 @@
-"""Are float64 kernels within the budget where they are meant to be fast: any family, any option?
+"""Are float64 kernels within the budget in the shapes they are optimised for, with any options?
 
-Rows enough for the rules on samples, at the head sizes whose tiles are the fastest: gradients whose
-blocks are shared by partners, the forward of one buffer. Arrays of the families begin off the 16
-bytes of a copy, those of the options at multiples. Options, too, at wide heads, and there in
-float32, for which Hopper has no kernel of its own.
+Calls have enough rows for the rules on samples, at the head sizes with the fastest tiles: gradients
+whose blocks are shared by partners, and the forward with one buffer. Arrays of families are not
+aligned to the 16 bytes of a copy; those of options are. Options are also tested at wide heads,
+there also in float32, for which Hopper has no kernel of its own.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def call_of(head_dim: int, name: str, dtype: Any = np.float64) -> Call:
 
 
 def check(call: Call) -> None:
-    """Hold results and gradients against the budget."""
+    """Check results and gradients against the budget."""
     import cupy
 
     result, budget = run(cupy, call, with_out=True), Budget(call)
@@ -81,7 +81,7 @@ def test_every_family_of_inputs(head_dim: int, causal: bool, family: str) -> Non
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_sums_of_two_thousand_terms(causal: bool) -> None:
-    """Truth is of long double, so of some rows; dout of 0 takes the others from dk and dv."""
+    """Sums of 2000 terms are right in 900 rows, with dout = 0 in the others: longdouble is slow."""
     import cupy
 
     rows, keys = (1, 2000, 64), (1, 2300, 64)
@@ -111,7 +111,7 @@ def test_every_option(dtype: Any, head_dim: int, name: str) -> None:
 @pytest.mark.parametrize("family", OF_EVERY_DTYPE)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_weights_are_exact_one_by_one(head_dim: int, family: str) -> None:
-    """Values of 0 and 1 sum weights, whose errors cannot cancel."""
+    """Single weights are exact: values of 0 and 1 sum them, and their errors cannot cancel."""
     import cupy
 
     rows, keys = ((1, 2, n, head_dim) for n in (ROWS, KEYS))

@@ -1,7 +1,8 @@
 """Do float64 rows keep their weights whatever the size of their scores, whichever rows are near?
 
-The float64 forward compares scores by half of their bits and lets references lag behind maxima;
-rows too large for that, infinities and NaN take a branch together with the rows of their warp.
+The float64 forward compares scores by half of their bits, and its references lag behind maxima.
+Rows too large for that, infinities and NaN take another branch, together with all rows of their
+warp.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 from support.host_device import COMPILER, host_device
 
 ROWS, KEYS, WIDTH = 64, 150, 16
-#: What the scores of a row are multiples of; a warp has rows of each.
+#: Scores of a row are multiples of one factor. A warp has rows of each factor.
 FACTORS = (
     1.0, 30.0, -30.0, 1e5, -1e5, 3e6, -3e6, 1e9, 1e13, 1e15, -1e15, 1e20, -1e31, 1e100, -1e300, 0.0,
     1e-300,
@@ -30,7 +31,7 @@ Attend = Callable[[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]], Any]
 
 
 def keys_of(order: str) -> np.ndarray:
-    """First columns of the keys, between -2.5 and 3."""
+    """Return the first columns of the keys, between -2.5 and 3 (4 less where "below zero")."""
     keys = np.sort(np.random.default_rng(3).uniform(-2.5, 3, KEYS))
     shuffled = np.random.default_rng(4).permutation(keys)
     return {
@@ -77,7 +78,7 @@ def attend(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[Attend]:
 def expected(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of scores that are products of two numbers; 0 and -inf where a row sees nothing."""
+    """Return out and lse of scores that are products of two numbers; 0 and -inf for hidden rows."""
     scores = np.where(seen, np.outer(q[:, 0], k[:, 0]), -np.inf).astype(np.longdouble)
     largest = scores.max(-1, keepdims=True, initial=-1.7e308)
     weights = np.exp(scores - largest)
@@ -123,7 +124,7 @@ def test_infinities_and_nan_stay_in_their_rows(attend: Attend) -> None:
 @pytest.mark.long
 def test_bits_do_not_depend_on_neighbours(attend: Attend) -> None:
     q, k, v = inputs("rising", np.resize(FACTORS, ROWS))
-    q[:, 1], k[:, 1] = 1, 3e5  # large, but near enough for half of the bits to tell
+    q[:, 1], k[:, 1] = 1, 3e5  # large, but still distinguished by half of the bits
     together = attend(q, k, v, {"scale": 1.0})
     for first in range(0, ROWS, 9):
         alone = np.zeros_like(q)

@@ -1,4 +1,4 @@
-"""Are operands of 8 bits what their scales say, everywhere that a call may have them?"""
+"""Are operands of 8 bits what their scales say, wherever a call may have them?"""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from cuflash.testing import assert_attention_close
 from support import covering
 from support.float8 import BF16, bits, dequantized, of_8_bits, on_gpu, on_host, powers_of_two
 
-#: An element times it is exact in float32, and rounded in 16 bits.
+#: Products with this factor are exact in float32, and rounded in 16 bits.
 ELEVEN_BITS = 0.25 + 2.0**-12
-#: (sequence, feature) axes of q, k, v and out, in four orders.
+#: (sequence, feature) axes of q, k, v and out, each in another order.
 AXES = [(-3, -1), (-1, 0), (-2, -1), (0, 1)]
 PAGES = [(-3, -1), (-1, -2), (-2, -1), (1, 2)]
 ROWS = covering.rows()[:: len(covering.rows()) // 40]
 
 
 def scales(heads: tuple[int, int] = (4, 4), keys: int = 35) -> dict[str, Any]:
-    """One number, one factor for each head, one for each block of 16 rows."""
+    """Return a number for q, a factor of each head for k, and of each block of 16 rows for v."""
     k = powers_of_two((heads[1], 1, 1), 1)
     return {"q_scale": 0.5, "k_scale": k, "v_scale": powers_of_two((1, -(-keys // 16), 1), 2)}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['dtype']} {row['heads']}")
 def test_a_call_is_that_of_dequantised_arrays(row: dict[str, str]) -> None:
-    """Forward and gradient, with the options of calls that cover three of them together."""
+    """Results have the bits of dequantised arrays, with options that cover all triples."""
     row = row | {"packed": "no", "layout": "dense", "dtype": "bfloat16", "operand dtypes": "same"}
     call = covering.call_of(row, 1)
     operands = [a.astype(np.float32).astype(E4M3) for a in call.qkv]
@@ -94,7 +94,7 @@ def test_the_definition_of_a_gradient_is_that_of_dequantised_arrays() -> None:
 
 @pytest.mark.parametrize("rows", [160, 6])
 def test_results_of_another_library_are_close_in_their_own_dtype(rows: int) -> None:
-    """bfloat16 where it has, and otherwise no less exact than float32."""
+    """Another library's results pass in the dtype that they have; float64 is judged as float32."""
     q, k, v, dout = (of_8_bits((2, rows, 16), i) for i in range(4))
     own = {"q_scale": 0.5, "v_scale": powers_of_two((2, 3, 1), 1)}
     exact = reference.attention(q, k, v, return_lse=True, **own)
@@ -113,7 +113,7 @@ def test_results_of_another_library_are_close_in_their_own_dtype(rows: int) -> N
 
 
 def test_keys_and_values_alone_may_have_8_bits() -> None:
-    """As of a cache: they are read in the dtype of the queries."""
+    """Keys and values of 8 bits, as in a cache, are read in the dtype of 16-bit queries."""
     q = of_8_bits((2, 4, 5, 16), 0).astype(np.float16)
     k, v = of_8_bits((2, 2, 40, 16), 1), of_8_bits((2, 2, 40, 16), 2)
     own = {"k_scale": powers_of_two((2, 1, 1), 1), "v_scale": powers_of_two((2, 2, 5, 1), 2)}
@@ -123,7 +123,7 @@ def test_keys_and_values_alone_may_have_8_bits() -> None:
 
 
 def test_8_bits_are_read_in_the_widest_dtype_of_the_others() -> None:
-    """With all digits of a scale, and numbers that float16 has not."""
+    """Scales keep all digits in the widest dtype, also of numbers that float16 lacks."""
     q, k, v = (of_8_bits((2, 40, 16), i) for i in range(3))
     scale = np.array([[[0.3]], [[1e-9]]])
     for dtypes in ((np.float16, np.float32), (np.float32, np.float16), (np.float64,) * 2):
@@ -205,7 +205,7 @@ def test_parts_of_the_keys_merge() -> None:
 
 
 def in_order(array: np.ndarray, pair: tuple[int, int]) -> np.ndarray:
-    """The (sequence, feature) axes of this pair last."""
+    """Move the (sequence, feature) axes to the end."""
     return np.moveaxis(array, pair, (-2, -1))
 
 
@@ -266,7 +266,7 @@ def test_axes_of_packed_sequences_and_pages(functions: Any) -> None:
 
 
 def test_a_workspace_is_that_of_dequantised_arrays() -> None:
-    """They lie in C order, and the others where they lay."""
+    """The workspace is that of dequantised operands, in C order; others keep their strides."""
     q, k, v = (of_8_bits((2, 3, 40, 16), i) for i in range(3))
     wide = np.broadcast_to(v[:, :1].astype(np.float16), v.shape)
     for operands in ((q, k, v), (q, k, wide), (q.swapaxes(0, 1), k.swapaxes(0, 1), v[0])):
@@ -282,7 +282,7 @@ def test_a_workspace_is_that_of_dequantised_arrays() -> None:
 
 
 def test_scales_for_kernels() -> None:
-    """Numbers join the scale of scores, arrays have one factor an entry."""
+    """Scales that are numbers multiply the scale of scores; arrays have one factor per entry."""
     q = np.zeros((16, 5, 3), E4M3)
     k_scale = powers_of_two((3, 1, 1), 0)
     options = Options(q_scale=0.5, k_scale=k_scale, causal=True)
@@ -394,7 +394,7 @@ GPU_OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", GPU_OPTIONS)
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_a_kernel_is_within_the_budget(cupy: Any, d: int, name: str) -> None:
-    """Of dequantised arrays, with the same bits every time."""
+    """A kernel is within the budget of dequantised arrays, with the same bits every time."""
     rng = np.random.default_rng(0)
     heads = 1 if name == "shared heads" else 2
     x = [rng.standard_normal((2, h, n, d)) for h, n in ((2, 300), (heads, 340), (heads, 340))]

@@ -1,6 +1,6 @@
-"""Does the error budget know what the kernel of 8 bits does, and what it must not do?
+"""Does the error budget accept what the kernel of 8 bits does, and nothing worse?
 
-The kernel is emulated: `support/float8_kernel.py`.
+The kernel is emulated by `support/float8_kernel.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cuflash.testing._budget import BudgetError
 from cuflash.testing._families import OF_EVERY_DTYPE
 from support.float8_kernel import Quantized, emulated, quantized
 
-ROWS = 400  # the rules of a sample are for 316 rows
+ROWS = 400  # the rules on samples need 316 rows
 NAMES = ("q_scale", "k_scale", "v_scale")
 
 
@@ -48,7 +48,7 @@ def test_long_sums_pass(family: str) -> None:
 
 
 def test_light_keys_after_a_heavy_one_pass() -> None:
-    """4095 keys weigh 2^-13 or so each, together as much as one: 2^3 times as large they vanish."""
+    """4095 keys of weight 2^-13 pass beside a heavy key, and vanish if stored at only 2^3 times."""
     rng = np.random.default_rng(0)
     q, k = (0.5 * rng.standard_normal((n, 64)) for n in (ROWS, 4096))
     q[:, 0], k[:, 0], k[-1, 0] = 8.0, 0.0, 9.0
@@ -59,14 +59,14 @@ def test_light_keys_after_a_heavy_one_pass() -> None:
 
 
 def test_sums_that_tensor_cores_keep_are_caught() -> None:
-    """They lose what they cut off, of values with a mean always in the same direction."""
+    """Sums kept in tensor cores fail: truncation errs one way for values with a mean."""
     made = quantized(inputs_of("uniform", 0, ROWS, 1024, 64), None)
     with pytest.raises(BudgetError):
         check(made, promotes=False)
 
 
 def test_values_without_their_mean_are_summed_there() -> None:
-    """Only a mean makes sums large beside their terms."""
+    """Sums in tensor cores are exact enough for values without a mean, and not with one."""
     q, k, v = inputs_of("uniform", 0, 64, 4096, 64)
     exact = reference.attention(q, k, v)
     mean = v.mean(0)
@@ -85,7 +85,7 @@ def test_values_without_their_mean_are_summed_there() -> None:
     "mistake", [{"weight_exponent": -4.0}, {"weight_exponent": 12.0}, {"weights": E5M2}], ids=str
 )
 def test_weights_of_other_formats_are_caught(mistake: dict[str, Any]) -> None:
-    """With too small a factor most lose bits, with too large a one large ones are 448."""
+    """Weights in other formats fail: a small factor loses bits, a large one saturates at 448."""
     made = quantized(inputs_of("normal", 0, ROWS, 500, 64), None)
     check(made)
     with pytest.raises(BudgetError):
@@ -93,7 +93,7 @@ def test_weights_of_other_formats_are_caught(mistake: dict[str, Any]) -> None:
 
 
 def test_weights_err_by_their_rounding_and_little_more() -> None:
-    """In few rows, of which no sample is made: by 2^-4, and 2^-6 of sums."""
+    """In few rows, without a sample, weights may err by 2^-4 and sums by 2^-6."""
     q, k = (np.zeros((n, 64)) for n in (3, 40))
     made = quantized((q, k, np.random.default_rng(0).uniform(0.5, 1, (40, 8))), None)
     scales = dict(zip(NAMES, made.factors, strict=True))
@@ -112,7 +112,7 @@ def test_a_scale_that_is_not_applied_is_caught(name: str) -> None:
 
 
 def test_a_rotation_spreads_outliers() -> None:
-    """In one draw of few outliers by little, in several by a factor that float64 shows."""
+    """A rotation lowers the error of several draws of outliers by a median factor above 1.5."""
     factors = []
     for seed in range(8):
         inputs = inputs_of("outliers", seed, 256, 1024, 64)
@@ -129,7 +129,7 @@ def test_a_rotation_spreads_outliers() -> None:
 @settings(max_examples=3)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(1024, 64), (1024, 128), (2048, 64)]))
 def test_a_rotation_has_the_same_factor_in_every_path(seed: int, shape: tuple[int, int]) -> None:
-    """That of the same rounding of operands in float64."""
+    """A rotation lowers errors by the same factor in float64, on the host and in the kernel."""
     keys, d = shape
     inputs = inputs_of("outliers", seed, 256, keys, d)
     exact = reference.attention(*inputs)

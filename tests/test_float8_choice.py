@@ -15,7 +15,7 @@ from cuflash._problem.problem import describe
 from cuflash._select.choose import choose
 from cuflash._select.hardware import typical
 
-#: Batch, heads, queries, keys and head size; options; whether an H100 multiplies in 8 bits.
+#: (batch, heads, queries, keys, head size), options, and whether an H100 multiplies in 8 bits.
 CALLS: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any], bool]] = {
     "128": ((2, 16, 4096, 4096, 128), {}, True),
     "112": ((2, 16, 4096, 4096, 112), {"causal": True}, True),

@@ -1,4 +1,4 @@
-"""Do CuPy's kernels of 8-bit floats make the bits of the CPU path? Run by a C++ compiler."""
+"""Do CuPy's kernels of 8-bit floats have the bits of the CPU path? Run by a C++ compiler."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kind(request: Any) -> np.dtype[Any]:
 def on_the_host(
     folder: Path, name: str, kind: np.dtype[Any], dtype: Any
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """A function of elements and factors that does what CuPy's kernel does."""
+    """Return a function of elements and factors that computes what CuPy's kernel computes."""
     wide = dtype == np.float64
     real = "double" if wide else "float"
     encodes = name == "quantize"
@@ -67,7 +67,7 @@ def test_every_byte_is_decoded(tmp_path: Path, kind: np.dtype[Any], dtype: Any) 
 
 
 def numbers(kind: np.dtype[Any], dtype: Any) -> np.ndarray:
-    """All numbers of 8 bits, what lies halfway between two, and what lies next to either."""
+    """Return all 8-bit numbers, the midpoints between two, and the neighbours of all of these."""
     finite = np.arange(128, dtype=np.uint8).view(kind).astype(np.float64)
     finite = finite[np.isfinite(finite)]
     edges = np.concatenate([finite, (finite[1:] + finite[:-1]) / 2, 1.1 * finite[-1:]])

@@ -1,6 +1,7 @@
-"""Is the forward of Hopper what the definition says, for everything that it takes?
+"""Is the forward on Hopper what the definition says, for everything that its kernel supports?
 
-Each case asks for it by a configuration; one that cannot serve a call is an error.
+Each case asks for the kernel by a configuration. A configuration that a call cannot use is an
+error.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.gpu
 
 from cuflash._launch import plan_cache, tile_counters  # noqa: E402
 
-MANY_TILES = ((2, 40), 200, 150)  # more than multiprocessors
+MANY_TILES = ((2, 40), 200, 150)  # more tiles than SMs
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def forced(q, k, v, options, multiprocessors=132):
 
 
 def attend(q, k, v, multiprocessors=132, **keywords):
-    """Out and lse of the forced path, written over NaN."""
+    """Return out and lse by the configuration of the kernel, written over NaN."""
     options = cuflash.Options(**keywords)
     problem = describe(q, k, v, options)
     out = upload(np.full(problem.out_shape, np.nan, q.dtype))
@@ -58,7 +59,7 @@ def attend(q, k, v, multiprocessors=132, **keywords):
 
 
 def attend_packed(q, k, v, ends_q, ends_k, **keywords):
-    """The same for packed sequences, all of whose rows are written; the configuration, too."""
+    """Return out and lse of packed sequences, all written over NaN, and the configuration."""
     options = cuflash.Options(**keywords)
     ends = {"cu_seqlens_q": cupy.asarray(ends_q), "cu_seqlens_k": cupy.asarray(ends_k)}
     problem = describe_packed(q, k, v, options, ends, axes=None, precision=None)
@@ -73,7 +74,7 @@ def attend_packed(q, k, v, ends_q, ends_k, **keywords):
 
 
 def check_each_sequence(call, ends_q, ends_k, out, lse, block_n):
-    """Each has the bits that it has alone, and other rows belong to no sequence."""
+    """Check that each sequence has the bits that it has alone, and no other row a result."""
     q, k, v = (upload(call.array(name)) for name in "qkv")
     options = cuflash.Options(**call.options)
     spans = zip(ends_q[:-1], ends_q[1:], ends_k[:-1], ends_k[1:], strict=True)
@@ -95,7 +96,7 @@ def check_each_sequence(call, ends_q, ends_k, out, lse, block_n):
 
 
 def check(call):
-    """Hold one call, with the tiles of a small and of a real device, against the budget."""
+    """Check one call against the budget, with the tiles of a small device and of a real one."""
     q, k, v = (upload(call.array(name)) for name in "qkv")
     options = {n: upload(x) if isinstance(x, np.ndarray) else x for n, x in call.options.items()}
     budget = Budget(call)
@@ -161,13 +162,14 @@ def test_every_family_of_inputs(family, head_dims, dtype):
 )  # fmt: skip
 @pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 192)], ids=str)
 def test_rows_that_outgrow_their_reference_leave_the_others_alone(head_dims, options, factor):
-    """A warp lets the reference follow, or multiplies again: the bits of its other rows stay.
+    """Where rows outgrow their reference, the other rows of their warp keep their bits.
 
-    Under a softcap they stay too where other rows have scores that its polynomial does not reach.
+    The warp then lets the reference follow, or multiplies again. With a softcap they keep them,
+    too, beside rows with scores outside the range of its polynomial.
     """
     call = make(head_dims, ((2, 3), 700, 900), options)
     calm, k, v = (call.array(name) for name in "qkv")
-    loud = factor * calm  # weights beyond 2^8 against the first block, or beyond all numbers
+    loud = factor * calm  # weights beyond 2^8 relative to the first block, or overflowing
     mixed = np.where(np.arange(700)[:, None] % 5 < 2, loud, calm)
     results = [attend(*map(upload, (q, k, v)), **options) for q in (calm, loud, mixed)]
     for of_calm, of_loud, of_mixed in zip(*results, strict=True):
@@ -189,7 +191,7 @@ def test_rows_that_outgrow_their_reference_leave_the_others_alone(head_dims, opt
 )  # fmt: skip
 @pytest.mark.parametrize("head_dims", [(64, 64), (40, 96), (128, 128)], ids=str)
 def test_references_that_follow_are_within_budget(head_dims, options, dtype):
-    """Keys that weigh more from block to block, a little or by more than a number holds."""
+    """Weights that grow from block to block, even beyond overflow, are within the budget."""
     call = make(head_dims, ((2, 3), 700, 1300), options, dtype)
     first_keys_most = np.linspace(1, 0.05, 1300)[:, None]
     for factor in (1, 6, 60):
@@ -204,12 +206,12 @@ MANY += [((128, 128), "window")]
 @pytest.mark.parametrize(("head_dims", "name"), MANY, ids=str)
 @pytest.mark.not_rehearsed
 def test_more_tiles_than_multiprocessors(head_dims, name):
-    """Tiles are drawn in another order every time; a row's bits depend on its own inputs alone."""
+    """A row's bits depend on its own inputs alone, whichever order tiles are drawn in."""
     options = OPTIONS[name]
     q, k, v, given, out, lse = check(make(head_dims, MANY_TILES, options, np.float16))
     one = (slice(1, 2), slice(7, 8))
     assert_same_bits(attend(q[one], k[one], v[one], **given), (out[one], lse[one]))
-    if not options:  # another place in the tile
+    if not options:  # the same rows at another place in their tiles
         rows = attend(q[..., 50:, :], k, v, **given)
         assert_same_bits(rows, (out[..., 50:, :], lse[..., 50:]))
     for _ in range(20):
@@ -265,7 +267,7 @@ def test_mask(head_dim):
     mask = np.random.default_rng(1).random((2, 1, 200, 333)) < 0.6
     mask[0, :, 17] = False
     check(make((head_dim, head_dim), ((2, 3), 200, 333), {"mask": mask, "causal": True}))
-    if head_dim <= 192:  # two costly options are the portable kernel's above
+    if head_dim <= 192:  # the portable kernel computes two costly options at wider heads
         check(make((head_dim, head_dim), ((2, 3), 200, 333), {"mask": mask, "softcap": 3.0}))
 
 
@@ -289,7 +291,7 @@ DECODED = [
 @pytest.mark.parametrize(("rows", "options"), DECODED, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_query_heads_of_a_group_in_one_tile(head_dim, rows, options):
-    """Within the budget, and with the bits of each head alone."""
+    """Heads of a group in one tile are within the budget, with the bits of each head alone."""
     call = problems.make_call(
         "normal", 3, bfloat16, (4, 6, rows, head_dim), (4, 2, 300, head_dim),
         (4, 2, 300, head_dim), options={**options, "enable_gqa": True},
@@ -327,7 +329,7 @@ def test_config_decides_which_kernel_runs():
         Budget(call).check_forward(out.get(), lse.get())
         found.append((out, lse))
     assert_same_bits(found[1], found[3])
-    assert_same_bits(found[1], found[4])  # recalled
+    assert_same_bits(found[1], found[4])  # from the plan cache
     assert found[0][0].get().tobytes() != found[1][0].get().tobytes()
 
 
@@ -357,7 +359,7 @@ def test_without_an_encoder_it_cannot_serve(monkeypatch):
 
 
 def test_a_map_is_never_stale():
-    """The memory pool hands out the same addresses for other shapes, strides and dtypes."""
+    """Tensor maps are right where the memory pool reuses addresses for other shapes and dtypes."""
     for shape in [((2, 3), 77, 130), ((2, 3), 130, 77), ((3, 2), 77, 130)] * 2:
         for dtype in (np.float16, bfloat16):
             check(make((64, 64), shape, {}, dtype))
@@ -369,7 +371,7 @@ PACKED = [{}, {"causal": True}, {"window": (70, 20)}, {"causal": True, "offset":
 @pytest.mark.parametrize("options", PACKED, ids=str)
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
 def test_packed_sequences(head_dims, options):
-    """Whatever the neighbours hold."""
+    """Each sequence has the bits that it has alone, whatever its neighbours hold."""
     call = make(head_dims, ((2,), 900, 1000), options, np.float16)
     ends_q = np.array([7, 77, 77, 333, 461, 462, 890])
     ends_k = np.array([0, 200, 230, 230, 400, 527, 960])
@@ -389,7 +391,7 @@ def test_packed_sequences(head_dims, options):
 @pytest.mark.parametrize("options", PACKED[:3], ids=str)
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_more_packed_sequences_than_a_warp_has_lanes(head_dims, options):
-    """Many of them empty, none, a few or all keys of a block; drawn in another order each time."""
+    """70 sequences are right, many of them empty, however their tiles are drawn."""
     rng = np.random.default_rng(11)
     ends = []
     for total in (10_000, 12_000):
@@ -438,7 +440,7 @@ def captured(stream, launch):
 @pytest.mark.parametrize("dealt", [False, True], ids=["drawn", "dealt"])
 @pytest.mark.parametrize("head_dims", [(64, 64), (256, 256)], ids=str)
 def test_graphs_replayed_side_by_side(head_dims, dealt, monkeypatch):
-    """A graph owns its counter; where none is left, tiles are dealt out in advance."""
+    """Graphs replay side by side: each owns its counter, or its tiles are dealt in advance."""
     q, k, v, _, want, want_lse = check(make(head_dims, MANY_TILES, {"causal": True}, np.float16))
     if dealt:
         monkeypatch.setattr(tile_counters, "_of_device", {})
@@ -467,7 +469,10 @@ def test_graphs_replayed_side_by_side(head_dims, dealt, monkeypatch):
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (256, 256)], ids=str)
 def test_one_captured_call_replayed_one_after_the_other(head_dims):
-    """By two instances of its graph, which share a counter, on one stream and in turn on two."""
+    """Two instances of one graph, which share a counter, are right when replayed one after another.
+
+    They run on one stream, and then alternate between two streams.
+    """
     q, k, v, _, want, want_lse = check(make(head_dims, MANY_TILES, {"causal": True}, np.float16))
     first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     out = cupy.empty_like(want), cupy.empty_like(want_lse)
@@ -496,10 +501,11 @@ def test_one_captured_call_replayed_one_after_the_other(head_dims):
 
 
 def test_a_stream_that_has_the_handle_of_a_destroyed_one():
-    """The driver gives a handle away while work of the destroyed stream is in flight.
+    """A stream that reuses the handle of a destroyed stream loses no tile.
 
-    Beside a kernel that holds most multiprocessors for a part of the time, blocks of threads of
-    both launches start together: with one counter, half of these rounds lost tiles.
+    The driver reuses a handle while work of the destroyed stream is in flight. Beside a kernel that
+    holds most SMs for a while, thread blocks of both launches start together. With one shared
+    counter, half of these rounds lost tiles.
     """
     call = make((64, 64), ((4, 16), 2048, 2048), {}, np.float16)
     q, k, v = (upload(call.array(name)) for name in "qkv")
@@ -521,7 +527,7 @@ def test_a_stream_that_has_the_handle_of_a_destroyed_one():
             handles.append(stream.ptr)
             with stream:
                 cuflash.attention(q, k, v, out=out)
-            del stream  # which destroys it
+            del stream  # destroys the stream
         reused += handles[0] == handles[1]
         cupy.cuda.Device().synchronize()
         assert all(bool((out == want).all()) for out in outs)

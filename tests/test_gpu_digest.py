@@ -24,7 +24,7 @@ def edited(path: Path, old: str, new: str) -> None:
 
 
 def test_a_file_that_moves_leaves_results_valid(checkout: Path) -> None:
-    """So do its imports, its comments and its docstrings."""
+    """Moving a file, or changing imports, comments and docstrings, leaves the digest as it is."""
     assert (before := digest(checkout)) == digest()
     moved = checkout / "cuflash" / "_launch" / "elsewhere"
     moved.mkdir()
@@ -56,7 +56,7 @@ def test_a_token_of_a_kernel_or_a_launch_does_not(
 
 
 def test_what_no_launch_goes_through_is_apart(checkout: Path) -> None:
-    """And what calls of several ranks go through has a digest of its own."""
+    """The digest ignores code that no launch runs; calls of several ranks have one of their own."""
     before, of_ranks = digest(checkout), ranks_digest(checkout)
     edited(checkout / "cuflash" / "tuning" / "_space.py", "20_000", "30_000")
     edited(checkout / "cuflash" / "_host" / "forward.py", "acc += part", "acc -= part")

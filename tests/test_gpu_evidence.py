@@ -43,7 +43,7 @@ PLUGINS = ("-p", "gpu_report", "-p", "gpu_watchdog", "-p", "no:cacheprovider")
 
 @pytest.fixture
 def project(pytester, monkeypatch):
-    """Return a folder of tests that know the marks; the plugins are found there."""
+    """Return a folder of tests that know the markers, and in which the plugins are found."""
     monkeypatch.setenv("PYTHONPATH", ":".join(p for p in sys.path if p))
     pytester.makeini("[pytest]\nmarkers =\n    gpu\n    alone\n    slow\n")
     return pytester
@@ -107,7 +107,7 @@ def test_only_a_report_of_these_sources_is_continued(tmp_path, monkeypatch, pyte
 
 
 def shard(tests, **machine):
-    """One run as `Recorder.report` describes it."""
+    """Return one run as `Recorder.report` describes it."""
     run = {"seconds": 2.0, "digest": "d", "ranks_digest": "r", "others": {"passed": 1}}
     return {**MACHINE, **machine, **run, "tests": tests}
 
@@ -133,7 +133,7 @@ def test_names_survive_the_file():
     [("time.sleep(60)", 1), pytest.param("compiled('60')", 10, marks=pytest.mark.full)],
 )
 def test_hang_is_a_failure_with_its_repro_line(project, hangs, seconds):
-    """A compile is none, unless it takes longer than a slow test may."""
+    """A hang fails with its repro line; a compile is a hang only after the time of a slow test."""
     project.makepyfile(
         test_hang=f"""
 import time, pytest
@@ -158,7 +158,7 @@ def test_hangs(n):
     text = result.stderr.str()
     assert f"HANG after {seconds} s" in text
     assert 'repeat: python -m pytest "test_hang.py::test_hangs[7]"' in text
-    assert "in test_hangs" in text  # the stack
+    assert "in test_hangs" in text  # in the printed stack
     assert (report["passed"], report["failed"]) == (1, 1)
     assert report["tests"]["test_hang.py::test_hangs"] == {"failed": ["[7]"]}
 

@@ -1,4 +1,4 @@
-"""Are kernels that were listed compiled once, to where a run looks for them?"""
+"""Are listed kernels compiled once, into the folder where a run looks for them?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuflash.tuning._kernels import config_as_json
 
 
 def list_of(path, *rows):
-    """A list as a rehearsal writes it, of configurations and tests."""
+    """Write a list of configurations and tests as a rehearsal writes it."""
     lines = [
         json.dumps({"arch": "sm_90", "config": config_as_json(config), "test": test})
         for config, test in rows

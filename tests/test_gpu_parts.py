@@ -27,7 +27,7 @@ META = dict.fromkeys(("driver", "cupy", "nvrtc", "clocks"), "1") | {
 
 @pytest.fixture
 def parts(monkeypatch):
-    """Return the table of parts, empty."""
+    """Return an empty table of parts."""
     monkeypatch.setattr(gpu_evidence, "PARTS", {})
     return gpu_evidence.PARTS
 
@@ -69,7 +69,7 @@ def test_every_test_is_in_one_shard(count):
 
 @pytest.fixture
 def suite(monkeypatch, tmp_path):
-    """Run a suite of four tests, without pytest; return what ran on which devices, what fails."""
+    """Simulate a suite of four tests; return what ran on which devices, and what shall fail."""
     listed = {"not alone": ["t.py::a", "t.py::b", "t.py::c"], "alone": ["t.py::clock"]}
     ran, broken = [], set()
 
@@ -91,7 +91,7 @@ def suite(monkeypatch, tmp_path):
 
 
 def test_a_suite_is_continued(suite, monkeypatch, tmp_path):
-    """What ran out of time or failed runs again, what has passed on the same sources does not."""
+    """A suite runs again what failed or ran out of time, but nothing that passed on its sources."""
     ran, broken = suite
     broken.add("t.py::b")
     assert not gpu_evidence.run_suite(tmp_path, 2, seconds=-1)
@@ -105,7 +105,7 @@ def test_a_suite_is_continued(suite, monkeypatch, tmp_path):
     assert [tests for tests, _ in ran[3:]] == [["t.py::b"]]
     report = json.loads((tmp_path / "gpu_report.json").read_text())
     assert [report[outcome] for outcome in gpu_report.OUTCOMES] == [4, 0, 0]
-    assert report["seconds"] < 3  # of both runs; each process says 1
+    assert report["seconds"] < 3  # of both runs; each process reports 1
     assert gpu_evidence.run_suite(tmp_path, 2)
     assert len(ran) == 4
     assert gpu_evidence.run_suite(tmp_path, 2, again=True)
@@ -114,7 +114,7 @@ def test_a_suite_is_continued(suite, monkeypatch, tmp_path):
     assert all(gpu_evidence.run_suite(tmp_path, 2) for _ in range(2))
     assert [tests for tests, _ in ran[7:]] == [["t.py::c"]]
     monkeypatch.setattr(gpu_evidence, "gpu_tests", {"not alone": ["t.py::a"], "alone": []}.get)
-    assert gpu_evidence.run_suite(tmp_path, 2)  # of tests that are there no longer nothing is said
+    assert gpu_evidence.run_suite(tmp_path, 2)  # tests that no longer exist are dropped
     assert json.loads((tmp_path / "gpu_report.json").read_text())["passed"] == 1
 
 
@@ -126,7 +126,7 @@ def test_a_suite_is_continued(suite, monkeypatch, tmp_path):
     ],
 )
 def test_processes_are_dealt_out_to_devices(suite, monkeypatch, tmp_path, visible, devices):
-    """The first of them is a process's own; tests that time a device run on the first of all."""
+    """Each process has another first device; tests that time a device run on the first of all."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpu_evidence.run_suite(tmp_path, 3)
     assert {tests[0].removeprefix("t.py::"): own for tests, own in suite[0]} == devices
@@ -172,7 +172,7 @@ def test_times_of_letters_lie_beside_the_example(folders):
     (out / gpu_evidence.GENERATION).write_text(json.dumps(runs))
     assert gpu_evidence.take_generation(out, root) == ["h100-generation-2026-01-01.json"]
     assert json.loads((curves / "h100-generation-2026-01-01.json").read_text()) == runs
-    assert gpu_evidence.take_results(out, root) == []  # they are none of the benchmarks'
+    assert gpu_evidence.take_results(out, root) == []  # they are not results of benchmarks
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.md")), ids=lambda path: path.stem)

@@ -1,7 +1,7 @@
 """Do kernels behave beside other work: streams, threads, graphs, foreign arrays, full memory?
 
-Results are compared bit for bit with those of a plain call, which `test_plain_call_is_right` holds
-against the error budget.
+Results are compared bit for bit with those of a plain call. `test_plain_call_is_right` checks a
+plain call against the error budget.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support import problems
 from support.memory import ALIGNED, to_device
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-pytestmark = [pytest.mark.gpu, pytest.mark.own_memory]  # counts blocks; memory is used again
+pytestmark = [pytest.mark.gpu, pytest.mark.own_memory]  # tests count blocks and reuse memory
 
 from cuflash._launch import plan_cache  # noqa: E402
 from cuflash._select import hardware  # noqa: E402
@@ -34,7 +34,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 @pytest.fixture(autouse=True, params=["chosen", "portable"])
 def chosen_kernels(request):
-    """Kernels that calls choose here, and those that they choose where no Hopper's are."""
+    """Run each test with the kernels that are chosen here, and with the portable kernels."""
     with portable_kernels() if request.param == "portable" else nullcontext():
         plan_cache.forget()
         yield
@@ -42,7 +42,7 @@ def chosen_kernels(request):
 
 
 class Work:
-    """One forward and backward call with every buffer that it needs."""
+    """One forward and backward call, with all buffers that it needs."""
 
     def __init__(
         self, seed=0, batch=2, heads=4, seqlen=300, head_dim=64, dtype=np.float16, *,
@@ -62,7 +62,7 @@ class Work:
         self.backward_room = self.room(backward=True)
 
     def room(self, *, backward):
-        """Return the workspace that the library asks for."""
+        """Return a workspace of the size that cuflash asks for."""
         size = cuflash.workspace_size(
             self.q, self.k, self.v, options=self.options, precision=self.precision,
             backward=backward,
@@ -70,7 +70,7 @@ class Work:
         return cupy.empty(size, np.uint8)
 
     def into_buffers(self):
-        """Forward and backward without an allocation; returns the buffers."""
+        """Run forward and backward without an allocation; return the buffers."""
         b = self.buffers
         cuflash.attention(
             self.q, self.k, self.v, options=self.options, precision=self.precision,
@@ -79,7 +79,7 @@ class Work:
         return self.gradients_into_buffers()
 
     def gradients_into_buffers(self):
-        """The same of the backward alone."""
+        """Run the backward without an allocation; return the buffers."""
         b = self.buffers
         cuflash.attention_backward(
             self.dout, self.q, self.k, self.v, b["out"], b["lse"], options=self.options,
@@ -89,7 +89,7 @@ class Work:
         return b
 
     def allocating(self):
-        """Forward and backward as most users write them; returns fresh arrays."""
+        """Run forward and backward without buffers, as most users do; return fresh arrays."""
         shared = {"options": self.options, "precision": self.precision}
         out, lse = cuflash.attention(self.q, self.k, self.v, return_lse=True, **shared)
         g = cuflash.attention_backward(self.dout, self.q, self.k, self.v, out, lse, **shared)
@@ -106,14 +106,14 @@ def upload(array):
 
 
 def bits(results):
-    """The bytes of every result, on the host."""
+    """Return the bytes of every result, on the host."""
     return {name: array.get().tobytes() for name, array in results.items()}
 
 
 def occupy(stream, milliseconds=40.0):
-    """Keep a stream busy for so long, without waiting for it.
+    """Keep a stream busy for some milliseconds, without waiting for it.
 
-    The fastest of several fills counts: other processes on the device make some take longer.
+    The duration of a fill is the fastest of several: other processes may slow some of them.
     """
     with stream:
         buffer = cupy.empty(1 << 26, np.float32)
@@ -144,7 +144,7 @@ def test_plain_call_is_right(dtype, options):
 
 
 def in_threads(works, expected, make_stream, rounds=50):
-    """Run every work in a thread of its own, all at once; return what came out wrong."""
+    """Run all works at once, each in a thread of its own; return what came out wrong."""
     start = threading.Barrier(len(works))
     wrong = []
 
@@ -185,7 +185,7 @@ def test_two_threads_on_two_streams(same_shape):
 
 @pytest.mark.parametrize("seqlen", [50, 300])
 def test_four_threads_on_one_stream(seqlen):
-    """Launches of several calls interleave: no call may use memory that it has given back."""
+    """No call uses memory that it has given back, though launches of several calls interleave."""
     works = [Work(seed=seed, batch=1, heads=2, seqlen=seqlen) for seed in range(4)]
     expected = [work.expected() for work in works]
     cupy.cuda.Device().synchronize()
@@ -193,7 +193,7 @@ def test_four_threads_on_one_stream(seqlen):
 
 
 def in_a_new_thread(task):
-    """Run what takes no memory, which would give the thread its context."""
+    """Run a task in a new thread; it must not allocate, which would make a context."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(task).result()
 
@@ -201,7 +201,7 @@ def in_a_new_thread(task):
 @pytest.mark.parametrize("first", ["forward", "backward"])
 @pytest.mark.parametrize("known", [False, True])
 def test_a_new_thread_runs_the_same_kernels(first, known):
-    """Without a context the driver encodes no tensor map, and launches nothing."""
+    """A new thread runs the same kernels, though it has no context to encode tensor maps in."""
     work = Work(seqlen=600)
     task = work.into_buffers if first == "forward" else work.gradients_into_buffers
     with planned_kernels() as own:
@@ -226,7 +226,7 @@ def test_a_cache_grows_in_a_new_thread():
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int16])
 def test_copied_lengths_outlive_the_call(dtype):
-    """Lengths from the host are as small as the workspace of a small call: one must not be both."""
+    """Copied lengths and the workspace of a call, both small, are never in one block of memory."""
     work = Work(batch=1, heads=1, seqlen=100)
     expected = Work(batch=1, heads=1, seqlen=100, kv_lengths=57, causal=True).expected()
     work.options = cuflash.Options(kv_lengths=np.array([[57]], dtype), causal=True)
@@ -270,7 +270,7 @@ def test_call_waits_for_its_stream_and_never_blocks_the_host():
 
 
 def test_default_stream_of_a_thread_is_current_streams_choice():
-    """A call goes to CuPy's current stream, also when that is changed between two calls."""
+    """A call runs on CuPy's current stream, also when that changes between two calls."""
     work = Work()
     expected = work.expected()
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -289,7 +289,7 @@ def test_default_stream_of_a_thread_is_current_streams_choice():
 
 @contextmanager
 def capturing(stream):
-    """Capture on a stream; the graph is in the yielded list afterwards."""
+    """Capture on a stream; the yielded list holds the graph afterwards."""
     graphs = []
     with stream:
         stream.begin_capture()
@@ -387,7 +387,7 @@ def test_graph_of_a_grouped_call_with_lengths_on_the_device():
 
 
 def missing_in_capture(work):
-    """Calls that would allocate, and the word that the error must hold."""
+    """Return calls that would allocate, each with the word that its error must name."""
     b = work.buffers
     grads = cuflash.Gradients(b["dq"], b["dk"], b["dv"])
     operands = (work.q, work.k, work.v)
@@ -396,7 +396,7 @@ def missing_in_capture(work):
     given = {"workspace": work.backward_room, "grads_out": grads}
 
     def converted(place):
-        """The gradient of one array that is wider than the others."""
+        """Return a gradient call in which one array has a wider dtype than the others."""
         wider = [*backward]
         wider[place] = wide[place]
         return lambda: cuflash.attention_backward(*wider, **given)
@@ -444,7 +444,7 @@ def test_what_would_be_allocated_inside_a_capture_is_named(case):
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         work.into_buffers()
-        for _, call in missing_in_capture(work):  # compiled, so that only allocation is in the way
+        for _, call in missing_in_capture(work):  # compiles, so that only allocation fails below
             call()
     stream.synchronize()
     word, call = missing_in_capture(work)[case]
@@ -471,7 +471,10 @@ def test_a_known_call_is_checked_no_less():
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
 @pytest.mark.not_rehearsed
 def test_a_known_gradient_has_the_bits_of_a_checked_one(monkeypatch, head_dim, options):
-    """Given buffers are always checked; of two calls of one layout only addresses differ."""
+    """A call from the plan cache has the bits of a checked call, which given buffers always are.
+
+    Only calls of the same layout that differ in addresses alone are taken from the plan cache.
+    """
     works = [Work(seed=seed, head_dim=head_dim, **options) for seed in range(3)]
     expected = [bits(work.into_buffers()) for work in works]
     assert bits(works[0].allocating()) == expected[0]
@@ -503,7 +506,7 @@ def test_a_known_gradient_has_the_bits_of_a_checked_one(monkeypatch, head_dim, o
 
 
 def test_capture_of_another_stream_is_no_hindrance():
-    """Only the current stream's capture forbids allocation."""
+    """A capture on another stream forbids no allocation on the current stream."""
     work = Work()
     expected = work.expected()
     other = cupy.cuda.Stream(non_blocking=True)
@@ -522,7 +525,7 @@ def test_capture_of_another_stream_is_no_hindrance():
 
 
 class ByDLPack:
-    """An array of another library: nothing but the protocol."""
+    """An array of another library, with nothing but DLPack."""
 
     def __init__(self, array):
         self._array = array
@@ -535,7 +538,7 @@ class ByDLPack:
 
 
 class ByInterface:
-    """The same with the older protocol."""
+    """An array of another library, with the older protocol."""
 
     def __init__(self, array, stream=None):
         self._array = array
@@ -655,7 +658,7 @@ def test_arrays_on_two_devices_are_refused(second_device):
 
 @pytest.mark.parametrize("axis", ["batch", "heads"])
 def test_65537_entries(axis):
-    """More than the 65,535 of a grid's second axis."""
+    """More entries than the 65,535 of a grid's second axis have the bits of few entries."""
     entries = 65_537
     shape = (entries, 1, 17, 32) if axis == "batch" else (1, entries, 17, 32)
     rng = np.random.default_rng(0)
@@ -677,7 +680,7 @@ def test_65537_entries(axis):
 
 
 def test_entries_that_no_single_stride_walks():
-    """70,000 entries in an axes order that cannot be merged."""
+    """70,000 entries in axes that cannot be merged have the bits of a contiguous copy."""
     rng = np.random.default_rng(0)
     q, k, v = (
         upload(rng.standard_normal((250, 16, 280, 32)).astype(np.float16)).transpose(2, 0, 1, 3)
@@ -689,7 +692,7 @@ def test_entries_that_no_single_stride_walks():
 
 
 def empty_pools():
-    """Give memory that nothing uses back to the device, CuPy's and PyTorch's."""
+    """Return unused memory of the pools of CuPy and PyTorch to the device."""
     gc.collect()
     cupy.get_default_memory_pool().free_all_blocks()
     if "torch" in sys.modules:
@@ -698,7 +701,7 @@ def empty_pools():
 
 @pytest.fixture
 def emptied_pools():
-    """Pools without the memory of other tests before, and without this one's after."""
+    """Free the memory of other tests before a test, and its own afterwards."""
     empty_pools()
     yield
     empty_pools()
@@ -707,7 +710,7 @@ def emptied_pools():
 @pytest.mark.usefixtures("emptied_pools")
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 def test_strides_beyond_2_to_the_31(pass_):
-    """Rows so far apart that the last one starts past element 2^32, in 9 GB."""
+    """Rows are right that lie so far apart that the last starts past element 2^32, in 9 GB."""
     rows, step = 129, 1 << 25
     free, _ = cupy.cuda.runtime.memGetInfo()
     if free < 10 << 30:
@@ -739,7 +742,7 @@ def test_strides_beyond_2_to_the_31(pass_):
 @pytest.mark.slow
 @pytest.mark.usefixtures("emptied_pools")
 def test_more_than_2_to_the_31_elements():
-    """2^31 + 2^16 elements in each operand: 35 GB with gradients."""
+    """Operands of 2^31 + 2^16 elements are right: 35 GB with gradients."""
     entries, seqlen, head_dim, distinct = (1 << 15) + 1, 512, 128, 61
     free, _ = cupy.cuda.runtime.memGetInfo()
     if free < 45 << 30:
@@ -818,17 +821,17 @@ def test_memory_is_linear_in_the_sequence(dtype):
         work.buffers.clear()
         peaks.append(overhead.peak_bytes(work.allocating))
     assert peaks[1] <= 4 * peaks[0] + 8192
-    if dtype != np.float16:  # whose operands may be split beforehand
+    if dtype != np.float16:  # wider operands may be split beforehand
         return
-    # out, three gradients, lse; lse and delta of each query, perhaps dq in float32; room for
-    # rounding up to 512 bytes each.
+    # Memory of out, three gradients and lse. Of lse and delta of each query, and perhaps of dq in
+    # float32. Each may be rounded up to 512 bytes.
     scratch = work.backward_room.nbytes
     assert scratch <= (2 + 1 / 16) * work.q.nbytes + 8192
     assert peaks[1] <= 4 * work.q.nbytes + work.q.nbytes // 32 + scratch + 8192
 
 
 class FailingAllocator:
-    """CuPy's pool that refuses one allocation."""
+    """CuPy's pool, which refuses one allocation."""
 
     def __init__(self, refused):
         self.refused = refused
@@ -843,7 +846,7 @@ class FailingAllocator:
 
 
 def runs_out_of_memory(call):
-    """Whether it does; on return nothing holds the frames that the error came from."""
+    """Return whether a call runs out of memory; afterwards nothing holds the error's frames."""
     try:
         call()
     except cupy.cuda.memory.OutOfMemoryError:
@@ -883,7 +886,7 @@ def test_pool_limit_is_an_out_of_memory_error_and_no_more():
     try:
         assert runs_out_of_memory(until_the_pool_is_full)
         assert pool.used_bytes() == used
-        assert bits(work.into_buffers()) == expected  # needs nothing
+        assert bits(work.into_buffers()) == expected  # allocates nothing
     finally:
         pool.set_limit(size=limit)
     assert bits(work.allocating()) == expected

@@ -1,4 +1,4 @@
-"""Is a write beside an array noticed, whatever else becomes of the array?"""
+"""Is a write beside an array noticed, whatever becomes of the array afterwards?"""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Place:
 
 @dataclass
 class HostMemory:
-    """A device whose memory is a NumPy array; blocks lie one after the other."""
+    """A simulated device, whose memory is a NumPy array with blocks one after the other."""
 
     bytes: np.ndarray = field(default_factory=lambda: np.zeros(1 << 16, np.uint8))
     end: int = 0
     is_captured: bool = False
-    compared: list[int] = field(default_factory=list)  # guards at once
+    compared: list[int] = field(default_factory=list)  # guards of each comparison
 
     def malloc(self, size: int) -> Place:
         place = Place(self.end)
@@ -113,13 +113,13 @@ def test_nothing_is_written_to_a_stream_that_is_captured() -> None:
 
 
 class HostArray(np.ndarray):
-    """An array of what stands for CuPy."""
+    """An array of the simulated CuPy."""
 
     get = np.ndarray.copy
 
 
 def standing_for_cupy(memory: HostMemory, patch: pytest.MonkeyPatch) -> Any:
-    """What the module asks of CuPy, on the memory of the host."""
+    """Return a simulated CuPy on host memory, with what the module uses."""
     allocators = [memory.malloc]
 
     def memset(address: int, value: int, size: int, _: int) -> None:

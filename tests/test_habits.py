@@ -1,7 +1,7 @@
-"""Do words and arrays of other libraries work, or get an answer that does?
+"""Do keywords and arrays of other libraries work, or is the error's advice right?
 
-PyTorch is not needed: :class:`Foreign` hands out memory by DLPack as a tensor does. Where PyTorch
-is installed its own tensors are taken too.
+PyTorch is not needed: :class:`Foreign` exports memory by DLPack as a tensor does. Where PyTorch is
+installed its own tensors are passed, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Versioned(ctypes.Structure):
     )  # fmt: skip
 
 
-_KEPT: list[Any] = []  # what capsules point to, read when the last view of an array dies
+_KEPT: list[Any] = []  # memory of capsules, read when the last view of an array dies
 _CODES = {"i": 0, "u": 1, "f": 2}
 _new_capsule = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
@@ -48,7 +48,7 @@ _new_capsule = ctypes.PYFUNCTYPE(
 
 
 class Foreign:
-    """An array that is known by DLPack alone, as a tensor in host memory; it has no strides."""
+    """An array in host memory that only has DLPack, like a tensor, and no strides."""
 
     versioned = False
 
@@ -89,7 +89,7 @@ def test_arrays_in_host_memory_are_taken(dtype):
 
 
 class Writable(Foreign):
-    """The same by an exporter that says that its array can be written."""
+    """An array whose exporter says that it can be written."""
 
     versioned = True
 
@@ -116,7 +116,7 @@ def test_they_are_not_copied(dtype, exporter):
 
 
 def test_no_other_dtype_is_taken_for_bfloat16():
-    """Of 16 bits that are no bfloat16, and of a code whose numbers NumPy lacks."""
+    """Other 16-bit dtypes, and codes of numbers that NumPy lacks, are not taken for bfloat16."""
 
     class Coded(Foreign):
         def __dlpack__(self, **keywords):
@@ -146,7 +146,7 @@ def test_kinds_of_numpy_arrays_are_plain_arrays(kind):
     ids=str,
 )
 def test_memory_of_an_array_on_a_gpu_reaches_from_its_first_byte_to_its_last(part):
-    """Of one that tells its address alone; strides may be negative, and there may be no element."""
+    """Memory known by an address alone reaches from its first to its last byte, at any strides."""
     array = np.zeros((4, 6), np.float32)[part]
     known = array.__array_interface__ | {"strides": array.strides}
     fake = SimpleNamespace(

@@ -26,7 +26,7 @@ from support.problems import FIELDS, Call, run
 
 
 def dense(q, k, v):
-    """What somebody without this library writes."""
+    """Compute attention as it is usually written in NumPy."""
     score = np.matmul(q, np.swapaxes(k, -1, -2))
     score *= np.float32(q.shape[-1] ** -0.5)
     score -= score.max(-1, keepdims=True)
@@ -84,7 +84,7 @@ def test_memory_grows_with_m_plus_n(causal):
 
 
 def test_a_long_sequence_fits():
-    """32768 x 32768: the dense form holds 4 GB of float32 scores, forward alone."""
+    """32768 x 32768 fits in 64 MiB, where the dense forward alone holds 4 GB of float32 scores."""
     q, k, v = normal(1, 32768, 16)
     out, peak = peak_bytes(lambda: cuflash.attention(q, k, v, window=(4096, 0)))
     assert peak < 64 * 2**20
@@ -95,7 +95,7 @@ def test_a_long_sequence_fits():
 
 
 def test_little_memory_is_kept_between_calls(monkeypatch):
-    """That of four threads, and none that is large."""
+    """Workspaces of four threads at most are kept between calls, and no large one."""
     most = host_tiles._KEPT_BYTES
     monkeypatch.setattr(host_tiles, "_kept", [])
     with contextlib.ExitStack() as calls:
@@ -146,8 +146,8 @@ def test_no_cache_keeps_the_arrays_of_a_call(name):
     assert alive() is None
 
 
-#: Two values of each option that is no array of its own; formulas and arrays that hold the same are
-#: others all the same.
+#: Two values of each option that is no array itself. Formulas and arrays with equal contents still
+#: differ.
 TWO_VALUES = {
     "causal": (True, "top_left"),
     "offset": (1, 2),
@@ -181,7 +181,7 @@ def test_options_that_differ_in_one_value_are_others(name):
 
 
 def test_axes_of_square_matrices():
-    """Whose shape is the same in either order."""
+    """Axes are right for square matrices, whose shape is the same in either order."""
     q, k, v = np.random.default_rng(0).standard_normal((3, 5, 5))
     out = cuflash.attention(q, k, v, axes=[(1, 0), (0, 1), (1, 0), (1, 0)])
     np.testing.assert_array_equal(out, cuflash.attention(q.T, k, v.T).T)
@@ -195,7 +195,7 @@ def test_many_short_sequences_are_carried_together():
 
 @pytest.mark.parametrize("enable_gqa", [False, True])
 def test_keys_shared_over_the_batch_are_widened_once(enable_gqa):
-    """Once is 1 MiB of float32 for keys and values; once per entry would be 64 times that."""
+    """Shared keys are widened once (1 MiB of float32 with values), not per entry (64 MiB)."""
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal(s).astype(np.float16) for s in ((64, 1, 32), (1, 4096, 32)))
     options = {"enable_gqa": enable_gqa}
@@ -207,7 +207,7 @@ def test_keys_shared_over_the_batch_are_widened_once(enable_gqa):
 
 @pytest.mark.parametrize("name", ["kv_lengths", "offset"])
 def test_bits_of_a_row_do_not_depend_on_its_neighbours(name):
-    """One entry alone, and beside another that sees keys of other blocks."""
+    """A row has the same bits alone and beside an entry that sees keys of other blocks."""
     q, k, v = normal(2, 1, 7, 8)[0], *normal(2, 1, 1300, 8)[:2]
     options = {"window": (700, 3), name: np.array([[650], [1290]])}
 
@@ -228,7 +228,7 @@ def test_bits_of_a_row_do_not_depend_on_its_neighbours(name):
 
 @given(data=st.data())
 def test_ranges_of_keys_are_those_of_what_is_visible(data):
-    """Of entries that are carried together: nothing visible lies outside, what is full is seen."""
+    """Key ranges of several entries hold all visible keys; their full part holds no other keys."""
     entries, rows, keys = (data.draw(st.integers(1, most)) for most in (3, 6, 9))
 
     def per_entry(low, high):
@@ -256,7 +256,7 @@ def test_ranges_of_keys_are_those_of_what_is_visible(data):
 
 @pytest.mark.parametrize(("softcap", "same"), [(1e39, {}), (1e-50, {"scale": 0.0})])
 def test_a_softcap_that_float32_cannot_hold(softcap, same):
-    """As good as none, and as good as scores of 0, which one row has as they are."""
+    """A huge softcap acts as none, a tiny one as scores of 0 (which one row has in any case)."""
     q, k, v = normal(6, 5)
     q[0] = 0
     (out, lse), pullback = cuflash.attention_vjp(q, k, v, softcap=softcap, return_lse=True)
@@ -284,7 +284,7 @@ LARGE = (1e39, np.finfo(np.float64).max)
 
 @pytest.mark.parametrize("value", [*LARGE, *(-x for x in LARGE)])
 def test_a_bias_that_float32_cannot_hold_is_finite(value):
-    """Row 0 has it for every key: it averages. Row 1 has it for one key: only that, or all but."""
+    """A row with such a bias on every key averages; on one key, it keeps that key or all others."""
     q, k, v = normal(6, 5)
     bias = np.zeros((6, 6))
     bias[0], bias[1, 2] = value, value
@@ -308,7 +308,7 @@ def test_a_sink_that_float32_cannot_hold_is_finite(value):
 
 @pytest.mark.parametrize("value", LARGE)
 def test_other_scores_that_float32_cannot_hold_are_finite(value):
-    """Such a slope leaves the key beside a query; such a formula leaves nothing of q and k."""
+    """Such a slope keeps only the nearest key, and such a formula leaves nothing of q and k."""
     q, k, v = normal(6, 5)
     out = cuflash.attention(q, k, v, alibi_slopes=np.array(value))
     assert_within_budget(out, q, k, v, window=(0, 0))
@@ -345,7 +345,7 @@ def test_dout_of_a_row_that_a_formula_hides_is_not_read(module, sink):
 
 
 def all_gradients(q, k, v, dout, options):
-    """Out, lse and every gradient that there is, by input name."""
+    """Return out, lse and every gradient by input name."""
     out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
     given = {name for name in ("bias", "alibi_slopes", "sink") if name in options.arrays}
     wrt = tuple(name for name in FIELDS if name in ("q", "k", "v", "scale") or name in given)
@@ -356,7 +356,7 @@ def all_gradients(q, k, v, dout, options):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sink", [None, np.array([0.5, -1.0])])
 def test_what_nobody_sees_reaches_no_gradient_of_an_option(softcap, sink):
-    """Not as an element, and not as what a formula makes of indices that are hidden."""
+    """Hidden values reach no gradient, neither as elements nor through what a formula returns."""
     rng = np.random.default_rng(1)
     q, dout = rng.standard_normal((2, 2, 40, 8))
     k, v = rng.standard_normal((2, 2, 70, 8))
@@ -406,7 +406,7 @@ def test_without_keys_the_sink_is_all_that_a_row_has():
 
 
 def test_a_sink_of_minus_infinity_is_none():
-    """Also beside one that is finite, and for a row that sees no key."""
+    """A sink of -inf is none, also beside a finite sink and for a row that sees no key."""
     q, k, v = normal(2, 6, 5)
     mask = np.arange(6)[:, None] != 3
     plain = all_gradients(q, k, v, v, cuflash.Options(mask=mask))
@@ -420,11 +420,11 @@ def test_a_sink_of_minus_infinity_is_none():
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_a_value_that_is_not_finite_is_nan_wherever_it_is_seen(value):
-    """In tiles that are full, in masked ones, and where its weight is 0."""
+    """A non-finite value is NaN wherever it is seen: in full and masked tiles, and at weight 0."""
     q, k, v = normal(1, 600, 8)
     q, v = q[:, :300], v.copy()
     v[:, 100, 2] = v[:, 550, 5] = value
-    k[:, 100] *= 1e3  # many a row gives all its weight to another key, or to this one
+    k[:, 100] *= 1e3  # many rows give this key all their weight, or none
     out = cuflash.attention(q, k, v, causal=True)
     truth = reference.attention(q, k, v, causal=True)
     np.testing.assert_array_equal(np.isnan(out), np.isnan(truth))
@@ -435,7 +435,7 @@ def test_a_value_that_is_not_finite_is_nan_wherever_it_is_seen(value):
 
 
 def large_values(dtype, rows, width, width_v, **options):
-    """Values of which sums overflow and means do not, and small ones beside them."""
+    """Return a call with values whose sums overflow and whose means do not, and small values."""
     q, k = np.zeros((2, rows, width), dtype)
     v, largest = np.zeros((rows, width_v)), float(finfo(dtype).max)
     v[:, 0], v[:, 1] = 0.4 * largest, -0.4 * largest
@@ -446,10 +446,10 @@ def large_values(dtype, rows, width, width_v, **options):
 
 
 def check_large_values(call, out, flushed=0.0):
-    """``flushed``: what is smaller may be 0."""
+    """Check the result of large values; a difference of ``flushed`` is allowed."""
     exact = [a.astype(np.longdouble) for a in (call.q, call.k, call.v)]
     truth = reference.attention(*exact, dtype=np.longdouble, **call.options)
-    # A mean of equal numbers, of which every step rounds three times, rounded to the dtype.
+    # A mean of equal numbers rounds three times in each step, and once to the dtype.
     bound = 3 * len(call.k) * np.finfo(call.lse_dtype).eps + float(finfo(call.dtype).eps)
     error = np.abs(out.astype(np.longdouble) - truth)
     assert (error <= bound * np.abs(truth) + flushed).all()
@@ -464,7 +464,7 @@ def test_sums_of_values_stay_within_the_range(dtype, options):
 
 @pytest.mark.parametrize("dtype", [bfloat16, np.float32, np.float64])
 def test_sums_of_rows_that_keep_more_than_their_share_stay_within_the_range(dtype):
-    """20 values of which the sum fits; a row that keeps 3 of them counts 48."""
+    """Dropout weights do not overflow: 20 values have a finite sum, but 3 kept ones count as 48."""
     q, k = np.zeros((64, 1), dtype), np.zeros((20, 1), dtype)
     v = np.full((20, 1), float(finfo(dtype).max) / 41).astype(dtype)
     call = Call(q, k, v, np.zeros_like(q), options={"dropout": 0.9375, "seed": 0}, wrt=())
@@ -507,7 +507,7 @@ def test_nothing_depends_on_how_numpy_treats_floating_point_errors(dtype):
 
 
 def test_a_window_behind_all_keys_shows_none():
-    """Its first key is that of an aligned range, in a block that ends before it."""
+    """A window behind all keys shows none, though its aligned key range starts behind its block."""
     q, k = np.ones((1, 1, 8)), np.ones((1, 1270, 8))
     options = cuflash.Options(window=(0, 0), offset=1280)
     out, lse = cuflash.attention(q, k, k, options=options, return_lse=True)
@@ -517,7 +517,7 @@ def test_a_window_behind_all_keys_shows_none():
 
 
 def test_invisible_blocks_are_skipped():
-    """A window costs the keys that it shows: 16 times fewer here, at least 4 times faster."""
+    """Invisible blocks are skipped: a window with 1/16 of the keys is at least 4 times faster."""
     q, k, v = normal(4, 8192, 64)
     times = []
     for window in (None, (256, 256)):

@@ -1,4 +1,4 @@
-"""Do results of the CPU path depend on threads, and does BLAS get back what it had?"""
+"""Do results of the CPU path depend on threads, and does BLAS get back its number of threads?"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
 @pytest.fixture
 def worth_threads(monkeypatch):
-    """Make little work worth a thread."""
+    """Make small calls use threads."""
     monkeypatch.setattr(cores, "WORTH_A_THREAD", 2**14)
 
 
@@ -46,7 +46,7 @@ def call_of(shape_q, shape_k, dtype, wrt, options):
 
 
 def bits(call):
-    """Of all results."""
+    """Return the bits of all results."""
     q, k, v, options = call.q, call.k, call.v, call.options
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
     gradients = cuflash.attention_backward(call.dout, q, k, v, out, lse, wrt=call.wrt, **options)
@@ -113,7 +113,7 @@ def test_pieces_add_up_to_the_whole(case, worth_threads):
 
 @needs_blas
 def test_bits_of_small_products_do_not_depend_on_threads_of_blas():
-    """They run without a limit: BLAS itself computes them on one thread."""
+    """Small products keep their bits without a limit: BLAS computes them on one thread anyway."""
     rng = np.random.default_rng(0)
     for m, n, d in ((64, 64, 64), (90, 90, 32), (8192 // 256, 256, 32), (1, 128, 64)):
         assert max(m * n, m * d, n * d) <= cores.SMALL_MATRIX
@@ -155,7 +155,7 @@ def test_limits_are_restored_when_a_call_raises():
 
 @needs_blas
 def test_the_last_of_concurrent_calls_restores_the_limits():
-    """And each of them has the bits of a call alone."""
+    """The last of concurrent calls restores the limits; each call has the bits of a call alone."""
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 600, 32), dtype=np.float32)
     alone = cuflash.attention(q, k, v)
     with threadpool_limits(2):
@@ -169,7 +169,7 @@ def test_the_last_of_concurrent_calls_restores_the_limits():
 @needs_blas
 @pytest.mark.parametrize("caller_ends_first", [True, False])
 def test_a_limit_lasts_from_the_first_call_to_the_end_of_the_last(caller_ends_first):
-    """Whichever thread that is: threadpoolctl 3.8 heeds the first that asked for a number."""
+    """The limit lasts until the last call ends, in any thread (threadpoolctl 3.8 obeys one)."""
     with threadpool_limits(2), ThreadPoolExecutor(1) as another:
         before, one = numbers_of_threads(), [1] * len(BLAS.lib_controllers)
         enter, leave = cores._limit.__enter__, cores._limit.__exit__
@@ -189,7 +189,7 @@ def limited_to(number):
 
 
 class OfEachThread(threading.local):
-    """A BLAS of which each thread has a number of its own."""
+    """A simulated BLAS with a number of threads for each thread."""
 
     number = 4
 
@@ -205,7 +205,7 @@ class OfEachThread(threading.local):
 
 @pytest.mark.parametrize("blas", [("openmp",), ("intel", "MKL_Set_Num_Threads_Local")], ids=str)
 def test_a_number_of_each_thread_is_given_back_by_each(blas, monkeypatch):
-    """A call that is not the last ends, and its thread has its number again."""
+    """Each thread gets its own number back when its call ends, before the last call ends."""
     own = OfEachThread(*blas)
     monkeypatch.setattr(cores, "_libraries", lambda: [own])
     limit = cores._Limit()
@@ -227,7 +227,7 @@ def test_blas_is_limited_where_a_product_or_a_matrix_is_large(m_n_width):
 
 @needs_blas
 def test_threads_treat_floating_point_errors_as_the_call_does(monkeypatch, worth_threads):
-    """Its own thread leaves the work to another; a warning there would be an error."""
+    """Threads share the caller's floating-point error state: a warning would be an error here."""
     caller, product = threading.current_thread(), forward.product
 
     def shared(*given):
@@ -243,7 +243,7 @@ def test_threads_treat_floating_point_errors_as_the_call_does(monkeypatch, worth
 
 
 def in_a_fork(call):
-    """The exit status of ``call`` in a forked process; None if it hangs."""
+    """Return the exit status of ``call`` in a forked process; None if it hangs."""
     child = os.fork()
     if not child:
         try:
@@ -262,7 +262,7 @@ def in_a_fork(call):
 
 
 class SetsUnderALock:
-    """A BLAS whose number is set under a lock, as threadpoolctl 3.8 does."""
+    """A simulated BLAS that sets its number under a lock, as threadpoolctl 3.8 does."""
 
     threading_layer, check_symbols, number = "pthreads", (), 2
 
@@ -281,7 +281,7 @@ class SetsUnderALock:
 
 @needs_fork
 def test_no_process_is_forked_while_a_call_sets_numbers(monkeypatch):
-    """It would have a lock that is held by a thread which it has not."""
+    """No process is forked while a thread holds BLAS's lock, which the child could not release."""
     blas = SetsUnderALock()
     monkeypatch.setattr(cores, "_libraries", lambda: [blas])
 
@@ -301,7 +301,7 @@ def test_no_process_is_forked_while_a_call_sets_numbers(monkeypatch):
 @needs_fork
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_process_computes_with_threads_of_its_own(worth_threads):
-    """After a call, and while another thread is in one, of which the fork takes the limit away."""
+    """A forked process computes without its parent's limit, after a call and beside one."""
     q, k, v = np.random.default_rng(0).standard_normal((3, 4, 600, 32), dtype=np.float32)
     with threadpool_limits(2):
         alone, before = cuflash.attention(q, k, v), numbers_of_threads()
@@ -334,7 +334,7 @@ def test_a_forked_process_computes_with_threads_of_its_own(worth_threads):
 
 @needs_blas
 def test_an_error_of_a_thread_is_the_error_of_the_call(monkeypatch, worth_threads):
-    """Whichever thread it is: the others end, and nothing waits for the missing result."""
+    """An error in any thread ends all threads and is raised by the call."""
     q = np.ones((16, 300, 32), np.float32)
     caller = threading.current_thread()
     monkeypatch.setattr(forward, "product", lambda *_: raise_in(caller))
@@ -346,14 +346,14 @@ def test_an_error_of_a_thread_is_the_error_of_the_call(monkeypatch, worth_thread
 @needs_blas
 @pytest.mark.parametrize("kind", ["score_mod", "mask_mod"])
 def test_formulas_are_called_by_the_thread_of_the_call(kind, worth_threads):
-    """They are the caller's own functions, which need not bear several threads."""
+    """Formulas are called by the calling thread only, as they need not be thread-safe."""
     q = np.ones((16, 300, 32), np.float32)
     others = []
 
     def noted(result):
         if threading.current_thread() is not caller:
             others.append(result)
-        time.sleep(1e-4)  # other threads come
+        time.sleep(1e-4)  # gives other threads time to call it, too
         return result
 
     mods = {
@@ -381,7 +381,7 @@ def test_of_two_errors_the_first_is_raised():
                 failed.set()
                 raise ArithmeticError("first")
             failed.wait(10)
-            time.sleep(0.05)  # until it is kept
+            time.sleep(0.05)  # until the first error is kept
             raise ValueError("second")
 
     with pytest.raises(ArithmeticError, match="first"):
@@ -390,7 +390,7 @@ def test_of_two_errors_the_first_is_raised():
 
 def raise_in(caller):
     if threading.current_thread() is caller:
-        time.sleep(0.01)  # another thread comes first
+        time.sleep(0.01)  # lets another thread start first
     raise MemoryError("in a thread")
 
 
@@ -411,7 +411,7 @@ def test_nobody_waits_for_an_item_that_failed():
     def worker(items):
         for index, item in items:
             if item == 3:
-                time.sleep(0.02)  # others wait for their turn meanwhile
+                time.sleep(0.02)  # other threads wait for their turn meanwhile
                 raise ArithmeticError(f"item {item}")
             items.in_turn(index, lambda: None)
 
@@ -421,7 +421,7 @@ def test_nobody_waits_for_an_item_that_failed():
 
 @pytest.fixture
 def heeds_interrupts():
-    """Processes of pytest-xdist ignore SIGINT."""
+    """Raise KeyboardInterrupt at SIGINT, which processes of pytest-xdist ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -429,7 +429,7 @@ def heeds_interrupts():
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals of threads")
 def test_an_interrupted_wait_still_waits_for_what_others_write(heeds_interrupts):
-    """Of two interruptions, too: a caller may free or reuse ``out`` after the error."""
+    """A call interrupted twice still waits for other threads: ``out`` may be reused afterwards."""
     caller, written, taken = threading.current_thread(), [], threading.Event()
 
     def worker(items):
@@ -453,7 +453,7 @@ def test_an_interrupted_wait_still_waits_for_what_others_write(heeds_interrupts)
 
 @needs_blas
 def test_a_call_while_the_interpreter_ends_computes_alone():
-    """As of ``__del__``: there Python before 3.12 waits for ever for a thread that it started."""
+    """At exit (``__del__``) no thread is started: Python before 3.12 would wait for it for ever."""
     code = (
         "import numpy as np, cuflash, threadpoolctl\n"
         "threadpoolctl.threadpool_limits(2)\n"

@@ -1,6 +1,6 @@
 """Is every file of tiles, sweeps and kernel-tuner read, or refused by the one documented error?
 
-Any value of JSON stands in place of any node of a file that is right.
+Any value of JSON replaces any node of a valid file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAME = next(path for path in sorted(SWEEPS.glob("*.jsonl")) if tuning.load(path
 
 
 def lines() -> list[Any]:
-    """A sweep of an H100: its header, two rows that were timed, one that failed, a final."""
+    """Return a sweep of an H100: header, two timed rows, a failed row, a final."""
     found = tuning.load(_NAME)
     failed = {**found.rows[1], "status": "error", "reason": "none"}
     best = found.best
@@ -68,7 +68,7 @@ VALUES = st.recursive(
 
 
 def places(node: Any, above: Path_ = ()) -> list[Path_]:
-    """Paths of all nodes."""
+    """Return the paths of all nodes."""
     inner: Any = ()
     if isinstance(node, dict):
         inner = node.items()
@@ -78,7 +78,7 @@ def places(node: Any, above: Path_ = ()) -> list[Path_]:
 
 
 def put(content: Any, place: Path_, value: Any) -> Any:
-    """The content with another value there; without the node where the value is ``...``."""
+    """Return the content with another value at ``place``, or without the node for ``...``."""
     if not place:
         return None if value is ... else value
     changed = copy.deepcopy(content)
@@ -101,7 +101,7 @@ def changes(content: Any) -> st.SearchStrategy[Any]:
 
 
 def refused(call: Any, path: Path) -> bool:
-    """Whether a file was refused, by an error of the one form; else it was read."""
+    """Return whether a file was refused, by an error of the documented form."""
     error = None
     try:
         call(path)

@@ -53,7 +53,7 @@ def select(files: Files, folders: tuple[str, ...], suffixes: tuple[str, ...]) ->
 
 
 def python_files(files: Files) -> Files:
-    """Keep Python; this file holds the breaches that the rules are tried on, so it is left out."""
+    """Keep Python except this file, which holds the breaches that the rules are tested on."""
     chosen = select(files, ("", *SOURCE_FOLDERS), (".py",))
     return {path: text for path, text in chosen.items() if path != "tests/test_house_rules.py"}
 
@@ -64,7 +64,7 @@ def kernel_files(files: Files) -> Files:
 
 
 def cuda_files(files: Files) -> Files:
-    """Keep the probes of tests and benchmarks, too: they are no kernels, but text like theirs."""
+    """Keep CUDA probes of tests and benchmarks, too: no kernels, but subject to the same rules."""
     return select(files, ("kernels_cu", "tests", "benchmarks"), CUDA)
 
 
@@ -100,7 +100,7 @@ def macros_only_in_config(files: Files) -> Breaches:
     for path, text in cuda_files(files).items():
         if path == "kernels_cu/config.cuh":
             continue
-        # The text of asm takes types and numbers of registers from macros only.
+        # Text in asm gets types and numbers of registers only by macros.
         allowed = "(?!PTX_|DEVICE)" if path.startswith("kernels_cu/ptx/") else "(?!DEVICE)"
         for line in lines_with(rf"\bCUFLASH_{allowed}", code_only(text)):
             yield f"{path}:{line}: only config.cuh reads CUFLASH_ macros"
@@ -128,7 +128,7 @@ def no_cuda_in_python_strings(files: Files) -> Breaches:
         r"__global__|__device__|__shared__|threadIdx|blockIdx|extern\s+\"C\"|asm\s*\("
     )
     for path, text in python_files(files).items():
-        if path.startswith("tools/gen_"):  # writes a checked-in header, which is what is compiled
+        if path.startswith("tools/gen_"):  # writes a checked-in header
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
@@ -137,7 +137,7 @@ def no_cuda_in_python_strings(files: Files) -> Breaches:
                     yield f"{path}:{node.lineno}: CUDA belongs into .cu and .cuh files"
 
 
-# One thing, one spelling; a word of another library is how a second spelling begins.
+# Each thing has one spelling. The names of other libraries would be a second one.
 FOREIGN_NAMES = {
     "Bc": "block_n",
     "Br": "block_m",
@@ -188,7 +188,7 @@ def identifiers(path: str, text: str) -> Iterator[tuple[int, str]]:
 
 
 def names_of_the_field(files: Files) -> Breaches:
-    # What calls other libraries has their words.
+    # A file that calls other libraries uses their names.
     ours = {path: text for path, text in python_files(files).items() if path != PEERS}
     for path, text in {**ours, **cuda_files(files)}.items():
         for line, name in identifiers(path, text):
@@ -277,7 +277,7 @@ def entry_points_only_in_cu(files: Files) -> Breaches:
 
 
 def scores_exactly_once(files: Files) -> Breaches:
-    """The options of a score are read where a score is defined, and by no kernel."""
+    """Options of a score are read where scores are defined, and by no kernel."""
     option = (
         r"\bConfig::(causal|window\w*|softcap|bias|mask|alibi\w*|sink|segment\w*|offset"
         r"|\w+lengths)\b"
@@ -313,7 +313,7 @@ def kernel_text_is_tidy(files: Files) -> Breaches:
 
 
 ALLOWED_IMPORTS = {"numpy", "ml_dtypes", "cuflash", "cupy", "cupy_backends", "cuda"}
-#: What an extra, or nothing at all, brings: by the only file that may ask for it.
+#: Packages that an extra installs, or that users install: file -> packages only it may import.
 OPTIONAL_IMPORTS = {
     PEERS: {"torch", "flash_attn"},
     "benchmarks/accuracy.py": {"matplotlib", "support"},
@@ -325,7 +325,7 @@ OPTIONAL_IMPORTS = {
     "cuflash/_host/cores.py": {"threadpoolctl"},  # a dependency, for this file alone
     "benchmarks/cpu.py": {"threadpoolctl"},
     "cuflash/testing/_strategies.py": {"hypothesis"},
-    "cuflash/_results.py": {"typing_extensions"},  # read by type checkers, which bring it
+    "cuflash/_results.py": {"typing_extensions"},  # for type checkers, which install it
     "cuflash/tuning/_strategies.py": {"kernel_tuner"},
 }
 
@@ -350,7 +350,7 @@ def few_dependencies(files: Files) -> Breaches:
 
 
 def files_answer_one_question(files: Files) -> Breaches:
-    """A long file is one that answers two questions; documentation is not counted."""
+    """A file has at most 450 lines of code; documentation is not counted."""
     for path, text in select(files, ("cuflash", "benchmarks"), (".py",)).items():
         tree = ast.parse(text)
         documentation: set[int] = set()
@@ -373,11 +373,11 @@ def files_answer_one_question(files: Files) -> Breaches:
             yield f"{path}: {length} lines of code, 450 are the limit"
 
 
-#: Lines of all tests of scripts, which import one where they begin: 7,087 before the host was
-#: rebuilt (7,934 if tests of kernels count that borrow a function of one).
+#: Limit for the lines of all tests of scripts, which import a script at their beginning: 7,087
+#: before the host was rebuilt (7,934 with tests of kernels that borrow a function of a script).
 LINES_OF_SCRIPT_TESTS = 4_500
 PLUGINS = {"tests/gpu_report.py", "tests/gpu_watchdog.py"}
-#: Tests that are of something else than the script that they import.
+#: Tests that import a script but test something else.
 OF_SOMETHING_ELSE = {
     "tests/test_toy_option.py": "the library",
     "tests/test_tuning_document.py": "documents",
@@ -385,7 +385,7 @@ OF_SOMETHING_ELSE = {
 
 
 def scripts_of(text: str, files: Files) -> set[str]:
-    """Files of tools/, examples/, benchmarks/ and plugins of pytest that a test begins with."""
+    """Return the files of tools/, examples/, benchmarks/ and pytest plugins that a test imports."""
     found = set()
     for node in ast.parse(text).body:
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
@@ -399,7 +399,7 @@ def scripts_of(text: str, files: Files) -> set[str]:
 
 
 def few_lines_test_scripts(files: Files) -> Breaches:
-    """A script that needs a longer test is too clever."""
+    """Tests of a script are no longer than the script, and all together have a limit of lines."""
     total = 0
     for path, text in select(files, ("tests",), (".py",)).items():
         scripts = scripts_of(text, files) if path.startswith("tests/test_") else ()
@@ -413,11 +413,11 @@ def few_lines_test_scripts(files: Files) -> Breaches:
 
 
 def documented_files_exist(files: Files) -> Breaches:
-    """A file named in the documentation is there, under that path or as the end of it."""
+    """A file named in the documentation exists, under that path or as the end of a path."""
     name = r"(?<![\w/<>*{}.\-])((?:[\w.\-]+/)*[\w\-]+\.(?:py|cu|cuh|md|toml|json))(?![\w/*{}])"
     documents = select(files, ("", "docs", "kernels_cu", "benchmarks", "examples"), (".md",))
     for path, text in documents.items():
-        if path.startswith(("CHANGELOG.md", "benchmarks/results/")):  # they tell of what was
+        if path.startswith(("CHANGELOG.md", "benchmarks/results/")):  # they tell of the past
             continue
         text = re.sub(r"\w+://\S+", "", text)
         for match in re.finditer(name, text):
@@ -431,7 +431,7 @@ def documented_files_exist(files: Files) -> Breaches:
 
 
 def existing_data_files() -> list[str]:
-    """Name the files that documentation may mention and that are not read as text here."""
+    """Return the names of files that documentation may mention, though they are not read here."""
     return [
         path.relative_to(ROOT).as_posix()
         for folder in ("tests", "benchmarks", "docs", "cuflash")
@@ -447,7 +447,7 @@ def plain_documents(files: Files) -> Breaches:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule with texts that break it, each on its own, and texts that only seem to."""
+    """A rule, texts that break it (each on its own), and texts that only seem to break it."""
 
     check: Callable[[Files], Breaches]
     bad: tuple[Files, ...]
@@ -721,7 +721,7 @@ RULES = [
 
 @pytest.fixture(scope="module")
 def files() -> Files:
-    """Return the whole checkout."""
+    """Return the files of the whole checkout."""
     return project_files()
 
 
@@ -745,7 +745,7 @@ def test_rule_has_no_false_alarm(rule):
 
 
 def test_project_is_read(files):
-    """A wrong root would make every rule hold."""
+    """The checkout is read: with a wrong root every rule would hold."""
     assert {"pyproject.toml", "cuflash/__init__.py", "tests/test_house_rules.py"} <= set(files)
     assert python_files(files)
     assert kernel_files(files)

@@ -1,4 +1,4 @@
-"""Does the IO model say what a walk over tiles counts, kernel by kernel?"""
+"""Does the IO model predict what a walk over tiles counts, kernel by kernel?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MASKS = {
     "more keys": {"seqlen_k": 500},
     "more queries": {"seqlen_q": 500},
 }
-#: Options of a problem, the architecture, and the kernels behind that of delta.
+#: name -> (options of a problem, architecture, kernels after that of delta)
 SCHEMES = {
     "one pass": ({"batch": 60}, "sm_90", ["backward_sm90", "backward_convert"]),
     "split queries": (
@@ -61,12 +61,12 @@ SCHEMES = {
 
 
 def chosen(work, arch):
-    """The kernels of a gradient."""
+    """Return the kernels of a gradient."""
     return backward_of(work.problem(), hardware.typical(arch))
 
 
 def backward_steps(work, arch):
-    """The launches of a gradient."""
+    """Return the launches of a gradient."""
     return choose(work.problem(), hardware.typical(arch), wanted=Wanted.of("qkv"))
 
 
@@ -95,11 +95,11 @@ class Walk:
         self.loaded += number * width * self.size
 
     def statistics(self, number):
-        """Load lse and delta of as many queries."""
+        """Load lse and delta of ``number`` queries."""
         self.loaded += number * 2 * max(4, self.size)
 
     def blocks(self, seen, block):
-        """Of rows of which some are ``seen``: where a block begins, rows loaded, rows that are."""
+        """Return (first row, rows loaded, rows that exist) of each block with a row in ``seen``."""
         found = []
         for first in range(0, len(seen), block):
             some = seen[first : first + block]
@@ -109,7 +109,7 @@ class Walk:
         return found
 
     def queries(self, seen):
-        """Of dq, one head."""
+        """Count what one head of dq loads."""
         wide = self.work.head_dim + self.work.head_dim_v
         for first in range(0, len(seen), self.config.block_m):
             own = seen[first : first + self.config.block_m]
@@ -119,7 +119,7 @@ class Walk:
                 self.rows(loaded, wide)
 
     def keys(self, seen, first_of_group):
-        """Of dk and dv, or of all, one head of a group."""
+        """Count what one head of dk and dv, or of all gradients, loads, stores and adds."""
         work, config = self.work, self.config
         sharers = 2 if self.name == "backward_pair_sm90" else 1
         tile, wide = sharers * config.block_n, work.head_dim + work.head_dim_v
@@ -131,7 +131,7 @@ class Walk:
                 self.rows(present, work.head_dim)
                 if getattr(config, "grad_k", True):
                     self.rows(present, work.head_dim_v)
-                if sharers == 2:  # panels of 64 columns, those that are halved by both
+                if sharers == 2:  # panels of 64 columns; the two load both halves of those
                     self.rows(present, {192: 128, 256: 128}[work.head_dim])
             for begin, loaded, present in self.blocks(own.any(axis=1), config.block_m):
                 for _ in range(sharers):
@@ -196,7 +196,7 @@ def test_what_a_walk_over_tiles_counts_is_predicted(scheme, mask):
     options, arch, expected = SCHEMES[scheme]
     work = replace(SMALL, **(options | MASKS[mask]))
     tiled = {step.config: step for step in backward_steps(work, arch)[1:]}
-    if not (scheme.startswith("pairs") and mask == "window"):  # that pairs do not serve
+    if not (scheme.startswith("pairs") and mask == "window"):  # pairs do not support windows
         assert [c.kernel for c in tiled] == expected
     sums, parts, results = None, 0, 0
     for config, step in tiled.items():
@@ -205,7 +205,7 @@ def test_what_a_walk_over_tiles_counts_is_predicted(scheme, mask):
         if name == "backward_combine":
             assert (found.loaded, found.stored) == (parts, results)
             continue
-        if name == "backward_convert":  # reads what was stored and not added
+        if name == "backward_convert":  # it reads sums that were stored, not those that were added
             assert sums is not None
             assert (found.loaded, found.added) == (sums.stored - sums.added, 0)
             continue
@@ -238,7 +238,8 @@ def test_the_parts_of_a_gradient_counted_by_hand():
     assert (convert.loaded, convert.stored) == (sums, operand)
     both = io_model.together([one_pass, convert])
     assert (both.loaded, both.added) == (one_pass.loaded + sums, sums)
-    # q, k, v, dq, dk, dv once, dout twice; P twice, dP and dS written, dP once and dS twice read.
+    # q, k, v, dq, dk and dv are moved once, dout twice. P is read twice, dP and dS are written, dP
+    # is read once and dS twice.
     assert io_model.unfused(work, "bwd") == 8 * operand + 7 * 256 * 256 * 2
 
 
@@ -256,7 +257,7 @@ def test_a_kernel_without_a_model_is_refused(capsys):
 
 
 def command(capsys, *words):
-    """Exit status, standard output and standard error of ``explain --io --backward``."""
+    """Return exit status, stdout and stderr of ``explain --io --backward``."""
     status = _cli.main(["explain", "--no-compile", "--io", "--backward", *words])
     return status, *capsys.readouterr()
 

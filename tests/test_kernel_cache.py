@@ -1,7 +1,7 @@
-"""Does a call survive any state of the kernel cache, and do names of kernels tell all that counts?
+"""Does a call survive any state of the kernel cache, and do kernels' names cover all inputs?
 
-Without a device the store runs on a stand-in for driver and compiler; the same faults are then
-tried with real kernels in processes of their own.
+Without a device the cache runs on a simulated driver and compiler. The same faults are then tried
+with real kernels, in processes of their own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NO_FILES = Path("/proc/sys")
 
 @pytest.fixture(autouse=True)
 def forget():
-    """Forget flattened sources and warnings, before and after."""
+    """Clear cached sources and warnings, before and after a test."""
     for cached in (jit_source.flatten, jit_source.kernels_dir, cubin_cache.warn_once):
         cached.cache_clear()
     yield
@@ -51,30 +51,30 @@ def forget():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return the folder of the store, which nothing has made yet."""
+    """Return the folder of the kernel cache, which does not exist yet."""
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache" / "cuflash"
 
 
 @pytest.fixture
 def compiler(monkeypatch, folder):
-    """Return the library's compiler on a stand-in device."""
+    """Return cuflash's compiler on a simulated device."""
     return cacheless_device.Compiler(monkeypatch.setattr)
 
 
 def right(config=CONFIG):
-    """What must be launched for a configuration."""
+    """Return the bytes that must be launched for a configuration."""
     return cacheless_device.product(compilation.source_of(config), compilation.OPTIONS, "sm_90")
 
 
 def entry_of(folder):
-    """Return the one file of the store."""
+    """Return the one file of the kernel cache."""
     (path,) = folder.iterdir()
     return path
 
 
 def stored(payload, name):
-    """A file that the store takes for a kernel of this name, whatever it holds."""
+    """Return a file that the cache accepts as a kernel of this name, whatever it holds."""
     return payload + hashlib.sha256(name.encode() + payload).digest()
 
 
@@ -125,7 +125,7 @@ def directory(path):
 
 
 def fifo(path):
-    """Opening it waits for somebody who writes."""
+    """Replace the file by a pipe; opening that waits for a writer."""
     path.unlink()
     os.mkfifo(path)
 
@@ -147,7 +147,7 @@ FAULTS = (
     truncated, flipped, empty, digest_only, no_cubin, another_kernel, under_another_name, directory,
     fifo, writable_by_all, dangling_link, removed_folder,
 )  # fmt: skip
-#: What is no file of this user's costs a warning.
+#: Files that are not regular files of this user cause a warning.
 TOLD = (directory, fifo, writable_by_all)
 
 
@@ -186,7 +186,10 @@ def test_unwritable_folder_warns_once_for_all_kernels(monkeypatch):
 
 
 def test_unreadable_entry_of_another_user(compiler, folder, monkeypatch):
-    """Files are readable by their owner alone, but nobody refuses root: the test does."""
+    """A file that cannot be read causes a warning (simulated, since nobody refuses root).
+
+    Files can be read by their owner only.
+    """
     compiler.kernel(CONFIG)
     entry, real = entry_of(folder), os.open
     assert entry.stat().st_mode & 0o077 == 0
@@ -205,7 +208,7 @@ def test_unreadable_entry_of_another_user(compiler, folder, monkeypatch):
 @pytest.mark.parametrize("folder_mode", [0o700, 0o775, 0o777, 0o1777], ids=oct)
 @pytest.mark.parametrize("owner", ["this user", "root", "another"])
 def test_whose_files_are_read(compiler, folder, monkeypatch, owner, folder_mode):
-    """Those of another user only where not all may write: anybody can compute a digest."""
+    """Other users' files are read only from folders that not all may write to: names are public."""
     compiler.kernel(CONFIG)
     real, user = os.fstat, os.geteuid() + 1000
     owners = {"this user": user, "root": 0, "another": user + 1}
@@ -271,7 +274,7 @@ def test_full_disk(compiler, folder, monkeypatch, error, step):
 
 
 def test_a_file_that_cannot_be_replaced_but_holds_the_kernel(compiler, folder, monkeypatch):
-    """Windows refuses to replace what another process, which was faster, has open."""
+    """A file that another process has open, which Windows does not replace, causes no warning."""
     real = os.replace
 
     def refuse(source, target):
@@ -293,7 +296,7 @@ def test_no_files_where_cupy_keeps_its_own_in_memory(compiler, folder, monkeypat
 
 
 def test_warning_turned_into_an_error_is_the_users_choice(monkeypatch):
-    """Under -W error the warning is raised; the next call has warned already and works."""
+    """A warning raised as an error, by -W error, comes once: the next call works."""
     if not NO_FILES.is_dir():
         pytest.skip("this system has no such folder")
     monkeypatch.setenv("CUPY_CACHE_DIR", str(NO_FILES))
@@ -310,7 +313,7 @@ def test_warning_turned_into_an_error_is_the_users_choice(monkeypatch):
 
 
 def name(compiler, folder, config=CONFIG):
-    """Compile and return the name of the file that was made."""
+    """Compile and return the name of the new file."""
     if folder.exists():
         shutil.rmtree(folder)
     compiler.kernel(config)
@@ -318,7 +321,7 @@ def name(compiler, folder, config=CONFIG):
 
 
 def changed_fields():
-    """Yield the configuration with each field changed, one at a time."""
+    """Yield the configuration with one field changed, for each field."""
     other = {
         "dtype": "bfloat16", "out_dtype": "float32", "copy_bytes": 2, "head_dim": 128,
         "head_dim_v": 128, "num_warps": 2, "block_m": 64, "block_n": 32, "blocks_per_sm": 1,
@@ -351,7 +354,7 @@ def test_every_field_of_the_configuration_is_in_the_name(compiler, folder):
 
 
 def test_an_edited_header_is_in_the_name(compiler, folder, tmp_path, monkeypatch):
-    """Every file that the kernel includes, one after another; headers of other kernels are not."""
+    """An edit of any file that the kernel includes changes its name; other headers do not count."""
     copy = tmp_path / "kernels_cu"
     shutil.copytree(jit_source.kernels_dir(), copy)
     monkeypatch.setattr(jit_source, "kernels_dir", lambda: copy)
@@ -400,7 +403,7 @@ def test_patches_of_nvrtc_are_told_apart(monkeypatch):
 
 
 def test_names_hold_nothing_of_this_machine(compiler, folder, tmp_path, monkeypatch):
-    """The same sources in another place are the same kernel."""
+    """The same sources in another folder give the same names."""
     before = name(compiler, folder)
     copy = tmp_path / "elsewhere"
     shutil.copytree(jit_source.kernels_dir(), copy)
@@ -443,9 +446,9 @@ print(json.dumps({"digest": digest.hexdigest(), "warnings": [str(w.message) for 
 
 
 def start(script, **environment):
-    """Start a process that waits, ready to compile, for a line on its standard input."""
+    """Start a process that waits for a line on stdin before it compiles."""
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    variables.pop("CUFLASH_KERNELS", None)  # what is compiled here is what the tests are about
+    variables.pop("CUFLASH_KERNELS", None)  # these tests compile, and load no shared kernels
     variables |= {name: value for name, value in environment.items() if value is not None}
     for name in (name for name, value in environment.items() if value is None):
         variables.pop(name, None)
@@ -456,14 +459,14 @@ def start(script, **environment):
 
 
 def finish(process):
-    """Let a process go and return what it found."""
+    """Let a process run, and return its result."""
     output, error = process.communicate("\n", timeout=300)
     assert process.returncode == 0, error
     return json.loads(output.splitlines()[-1])
 
 
 def finish_together(processes):
-    """Let all go at once."""
+    """Let all processes run at the same time."""
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
@@ -482,7 +485,7 @@ def test_16_processes_cold_at_once(folder):
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
-    """Return a cache that holds the kernels of `ATTENTION`, and its result."""
+    """Return a cache that holds the kernels of `ATTENTION`, and the result of that script."""
     folder = tmp_path_factory.mktemp("warm")
     return folder, finish(start(ATTENTION, CUPY_CACHE_DIR=str(folder)))
 

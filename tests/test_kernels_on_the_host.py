@@ -1,8 +1,8 @@
 """Do the portable kernels compute what the definition says? Run by a C++ compiler, without a GPU.
 
-A few calls of small arrays, forward and backward with every gradient, through the plans and the
-parameters of a GPU: `support.host_device`. What depends on a GPU's own rounding, on its memory
-model or on time is left to the tests marked gpu.
+A few calls of small arrays run forward and backward, with every gradient, through the plans and the
+parameters of a GPU: `support.host_device`. What depends on a GPU's rounding, memory model or timing
+is left to the tests marked gpu.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cuflash._select.score_sums import score_sums
 from support.host_device import COMPILER, HostDevice, host_device, on_device, options_on_device
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-#: Rows of the covering array: between them every kernel, and every option and its gradient.
+#: Rows of the covering array that together have every kernel, option and gradient.
 ROWS = (129, 145, 64)
 
 
@@ -51,7 +51,7 @@ def full_of_nan(shape: tuple[int, ...], dtype: Any) -> Any:
 def results(
     call: Call, options: cuflash.Options, precision: str | None = None
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Out, lse and the gradients by input name."""
+    """Return out, lse and the gradients by input name."""
     options_on_device(options)
     dout, q, k, v = (on_device(call.array(name)) for name in ("dout", "q", "k", "v"))
     problem = describe(q, k, v, options, precision=precision)
@@ -68,7 +68,7 @@ def results(
 
 
 def reference_results(call: Call, options: cuflash.Options) -> dict[str, Any]:
-    """Of the definition in float64, by name."""
+    """Return out and gradients of the definition in float64, by name."""
     q, k, v, dout = (call.array(name).astype(np.float64) for name in ("q", "k", "v", "dout"))
     out, lse = reference.attention(q, k, v, options=options, return_lse=True)
     grads = reference.attention_backward(dout, q, k, v, out, lse, options=options)
@@ -76,7 +76,7 @@ def reference_results(call: Call, options: cuflash.Options) -> dict[str, Any]:
 
 
 def check(call: Call, options: cuflash.Options) -> dict[str, Any]:
-    """The gradients, within the budget as out and lse are."""
+    """Check out, lse and gradients against the budget; return the gradients."""
     out, lse, gradients = results(call, options)
     budget = Budget(call)
     budget.check_forward(out, lse)
@@ -101,7 +101,7 @@ def test_rows_of_the_covering_array(device: HostDevice, number: int, dtype: str)
     "head_dims", [(20, 28), (64, 48), (90, 76), (128, 128), (180, 140), (250, 256)], ids=str
 )
 def test_tiles_of_float32_are_split_once(device: HostDevice, head_dims: tuple[int, int]) -> None:
-    """Both results of a pass, and one: groups, keys that a mask hides, queries that see nothing."""
+    """float32 tiles that are split once are right in groups, and unseen NaN queries add nothing."""
     (d, d_v), rng = head_dims, np.random.default_rng(3)
     mask = rng.random((2, 1, 75, 90)) < 0.7
     mask[0, 0, 20:40] = mask[1, 0, 3] = False
@@ -110,7 +110,7 @@ def test_tiles_of_float32_are_split_once(device: HostDevice, head_dims: tuple[in
     call = make_call("normal", 6, np.float32, *shapes, options=options)
     clean = check(call, cuflash.Options(**options))
     q, dout = call.q.copy(), call.dout.copy()
-    q[0, :, 20:40] = dout[0, :, 20:40] = np.nan  # of queries that see nothing
+    q[0, :, 20:40] = dout[0, :, 20:40] = np.nan  # these queries see nothing
     poisoned = results(call.but(q=q, dout=dout), cuflash.Options(**options))[2]
     for name, gradient in clean.items():
         np.testing.assert_array_equal(poisoned[name], gradient, name)
@@ -120,7 +120,7 @@ def test_tiles_of_float32_are_split_once(device: HostDevice, head_dims: tuple[in
 
 @pytest.mark.full
 def test_workspaces_may_hold_anything(device: HostDevice) -> None:
-    """Row statistics, bounds of segments, sums for gradients of scores; rows that see nothing."""
+    """No result depends on what row statistics, segment bounds and sums of scores held before."""
     ids = tuple(np.sort(np.random.default_rng(n).integers(0, 4, (2, 1, n))) for n in (100, 70))
     options = {
         "segment_ids": ids, "causal": True, "sink": np.array([0.5, -1.0], np.float32),
@@ -180,7 +180,7 @@ def test_a_repeated_call_is_that_of_its_own_arrays(with_arrays: bool) -> None:
             assert getattr(again, f"d{name}").tobytes() == gradient.tobytes(), (seed, name)
     in_double = saved._replace(dout=dout.astype(np.float64))
     plan_of_others = run.backward(problem, (q, k, v), options, in_double, gradients)
-    assert plan_of_others is None  # another dout than the caller's was read
+    assert plan_of_others is None  # it has read a copy of the caller's dout
     off = on_device(np.zeros(out.nbytes + 2, np.uint8)[2:].view(out.dtype).reshape(out.shape))
     off_its_place = saved._replace(dout=off)
     assert run.repeated_backward(plan, problem, (q, k, v), options, off_its_place) is None
@@ -190,7 +190,7 @@ def test_a_repeated_call_is_that_of_its_own_arrays(with_arrays: bool) -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("head_dims", [(3, 5), (16, 40)], ids=str)
 def test_small_head_sizes(head_dims: tuple[int, int]) -> None:
-    """Several tiles, with the bias of kernel regression."""
+    """Small head sizes are right over several tiles, with the bias of kernel regression."""
     d, d_v = head_dims
     bias = np.random.default_rng(0).standard_normal((1, 150)).astype(np.float32)
     shapes = (1, 100, d), (1, 150, d), (1, 150, d_v)
@@ -200,7 +200,7 @@ def test_small_head_sizes(head_dims: tuple[int, int]) -> None:
 
 @pytest.mark.usefixtures("device")
 def test_blocks_that_a_row_does_not_see_leave_its_bits() -> None:
-    """What roundings add to a float32 sum is kept beside it, through blocks of hidden keys too."""
+    """Blocks of hidden keys change no bit: a sum's rounding errors are kept beside it unchanged."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((3, n, 16)).astype(np.float32) for n in (200, 500, 500))
     k[:, 64:] *= 5  # weights grow: a block adds more than the sum before it
@@ -217,11 +217,11 @@ def test_blocks_that_a_row_does_not_see_leave_its_bits() -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("options", [{}, {"softcap": 1e6}, {"sink": np.array(0.0)}], ids=str)
 def test_a_key_that_takes_everything_gives_its_value(options: dict[str, Any]) -> None:
-    """Logits near 1e5, of which float32 keeps 128ths: the largest weight is 1 to the bit."""
+    """One key with all weight gives its value exactly, at logits near 1e5 with steps of 1/128."""
     rng = np.random.default_rng(0)
     q, k, v = ((100 + rng.random((n, 96))).astype(np.float32) for n in (40, 60, 60))
     k[7] += 1
-    v = np.round(v * 1024) / 1024  # its parts of TF32 lose no bit
+    v = np.round(v * 1024) / 1024  # exact in two parts of TF32
     call = Call(q, k, v, np.zeros_like(q), options={}, wrt=())
     out, _, _ = results(call, cuflash.Options(**options))
     np.testing.assert_array_equal(out, np.broadcast_to(v[7], out.shape))
@@ -230,7 +230,7 @@ def test_a_key_that_takes_everything_gives_its_value(options: dict[str, Any]) ->
 @pytest.mark.full
 @pytest.mark.usefixtures("device")
 def test_tf32_rounds_operands_and_nothing_else() -> None:
-    """Results are off by what rounding to 11 bits explains, and by no less than a tenth of it."""
+    """TF32 errs as rounding to 11 bits does: by at most two units and at least a tenth of one."""
     call = make_call("normal", 0, np.dtype(np.float32), (40, 64), (50, 64), (50, 32))
     options = cuflash.Options(causal=True)
     out, _, gradients = results(call, options, "tf32")
@@ -248,9 +248,10 @@ def test_tf32_rounds_operands_and_nothing_else() -> None:
     [("float32", 20, 200), ("float32", 200, 40), ("float64", 200, 180)],
 )
 def test_columns_in_parts(dtype: str, head_dim: int, head_dim_v: int) -> None:
-    """Of wide results each block of threads computes some columns, of a row of NaN too.
+    """Wide results are right in column blocks, also of rows that see a NaN.
 
-    Rows that do not see the NaN are computed again pair by pair, with a sink like largest scores.
+    Each thread block computes some columns. Rows that do not see the NaN are computed again pair by
+    pair, with a sink as large as their largest scores.
     """
     options = {"causal": True, "sink": np.array(1.8)}
     call = make_call(
@@ -349,7 +350,7 @@ def test_query_heads_of_a_group_in_one_tile(rows: int, options: dict[str, Any]) 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("name", ["bias", "alibi_slopes"])
 def test_sums_in_float64_are_rounded_once(name: str) -> None:
-    """Just beyond a tie of 16 bits, which float32 would make a tie: 1, and not the next number."""
+    """A sum just beyond a tie of 16 bits is rounded once; by way of float32 it would be the tie."""
     ulp = 2.0**-10
     a = on_device(np.zeros((2, 1, 4)))
     array = on_device(np.zeros({"bias": (2, 1, 1), "alibi_slopes": (2,)}[name], np.float16))

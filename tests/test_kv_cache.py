@@ -28,7 +28,7 @@ def tokens(rng: np.random.Generator, count: int, dtype: Any = np.float32) -> tup
 
 
 def in_order(cache: cuflash.KVCache) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Keys and values of each sequence, row by row as the table says."""
+    """Return keys and values of each sequence, row by row in the order of the page table."""
     size, found = cache.k_pages.shape[2], []
     for row, length in zip(cache.page_table, cache.lengths, strict=True):
         places = [(row[n // size], n % size) for n in range(length)]
@@ -106,7 +106,7 @@ class CacheMachine(RuleBasedStateMachine):
         ]  # fmt: skip
 
     def is_short(self, counts: list[int]) -> bool:
-        """Whether keys may not fit: pages are copied while a page that was shared is not free."""
+        """Return whether keys may not fit; copying a shared page needs a free page meanwhile."""
         lengths = self.cache.lengths + counts
         pages = int((-(-lengths // 3)).sum())
         return bool(lengths.max() > 10) or pages + 1 > 9
@@ -142,7 +142,7 @@ test_cache_against_lists = CacheMachine.TestCase
 
 
 def full_cache(**changes: Any) -> cuflash.KVCache:
-    """Of one page size, with one free page left."""
+    """Return a cache whose sequences have 4 keys each, with one free page."""
     values = {"max_length": 8, "page_size": 4, "pages": 4, "head_dim_v": D_V, "dtype": np.float32}
     cache = cuflash.KVCache(SEQUENCES, HEADS, D, **values | changes)
     cache.append(*tokens(np.random.default_rng(1), 4))
@@ -160,22 +160,22 @@ def test_a_full_cache_writes_nothing() -> None:
         cache.append(*tokens(np.random.default_rng(2), 5), counts=[5, 0, 0])
     for old, new in zip(before, cache.arrays, strict=True):
         np.testing.assert_array_equal(old, new)
-    cache.take([0, -1, 2])  # a page is free again
+    cache.take([0, -1, 2])  # frees a page
     cache.append(*tokens(np.random.default_rng(2), 4), counts=[4, 0, 1])
     assert cache.lengths.tolist() == [8, 0, 5]
-    cache.append(*tokens(np.random.default_rng(2), 1), counts=[0, 0, 1])  # the first is full
+    cache.append(*tokens(np.random.default_rng(2), 1), counts=[0, 0, 1])  # sequence 0 is full
     assert cache.lengths.tolist() == [8, 0, 6]
     with pytest.raises(ValueError, match="5 keys for sequence 0 of length 4, expected at most 3"):
         full_cache(max_length=7).append(*tokens(np.random.default_rng(2), 5), counts=[5, 0, 0])
     cache = full_cache(page_size=3, pages=6)
-    cache.take([0, 0, 2])  # two pages are free, and one that is shared would have to be copied
+    cache.take([0, 0, 2])  # two pages are free, and one of them is needed to copy a shared page
     with pytest.raises(ValueError, match="1 keys for sequence 1 of length 4, expected at most 0"):
         cache.append(*tokens(np.random.default_rng(2), 4), counts=[4, 1, 0])
 
 
 @pytest.mark.parametrize(("most", "size"), [(8, 4), (9, 4), (11, 4), (3, 5), (7, 1)])
 def test_pages_are_as_many_as_let_every_sequence_grow(most: int, size: int) -> None:
-    """To its largest length, and none is left; sequences in their order take the lowest numbers."""
+    """By default every sequence can grow to its largest length, and takes the lowest free pages."""
     cache = cuflash.KVCache(SEQUENCES, HEADS, D, max_length=most, page_size=size, dtype=np.float32)
     k, _ = tokens(np.random.default_rng(1), most)
     cache.append(k, k)
@@ -276,7 +276,7 @@ def test_wrong_calls_are_refused_by_name(call: Any, error: Any, message: str) ->
 
 
 def test_an_array_of_a_cache_is_not_replaced() -> None:
-    """In place it may be changed: the array stays."""
+    """An array of a cache can be changed in place, but not replaced."""
     cache = full_cache()
     for name in ("k_pages", "v_pages", "page_table", "lengths", "dropped"):
         message = rf"{name}: got list, expected the array.* write into it: cache\.{name}\[\.\.\.\]"
@@ -317,7 +317,7 @@ def test_arrays_that_a_caller_spoiled_are_named(spoil: Any, message: str) -> Non
 
 
 def interrupted_at(line: int, call: Callable[[], None]) -> bool:
-    """Make a call, interrupted before so many lines of the cache's code have run."""
+    """Make a call that is interrupted after ``line`` lines of the cache's code."""
     left = line
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -344,12 +344,12 @@ def interrupted_at(line: int, call: Callable[[], None]) -> bool:
 
 @pytest.mark.parametrize("name", ["append", "take"])
 def test_an_interrupted_call_is_made_as_a_whole_or_not_at_all(name: str) -> None:
-    """Wherever it is interrupted, and a cache goes on from there."""
+    """A call that is interrupted anywhere has been made or not, and the cache still works."""
     new = tokens(np.random.default_rng(2), 3)
 
     def shared() -> cuflash.KVCache:
         cache = full_cache(page_size=3, pages=12)
-        cache.take([0, 0, 2])  # a page has to be copied, others begin
+        cache.take([0, 0, 2])  # one page has to be copied, other pages begin
         return cache
 
     def call(cache: cuflash.KVCache) -> None:
@@ -376,10 +376,10 @@ def test_an_interrupted_call_is_made_as_a_whole_or_not_at_all(name: str) -> None
 
 @pytest.mark.parametrize("number", [-1, 8])
 def test_a_number_of_no_page_is_an_error(number: int) -> None:
-    """And nothing is written; beyond the length a number means nothing."""
+    """A page number outside the cache is an error that writes nothing; beyond lengths it is not."""
     cache, new = full_cache(pages=8), tokens(np.random.default_rng(2), 1)
     cache.page_table[1, 1] = number
-    cache.append(*new)  # which takes a page for it
+    cache.append(*new)  # takes a page for this number
     before = [a.copy() for a in cache.arrays]
     cache.page_table[2, 0] = before[2][2, 0] = number
     with pytest.raises(ValueError, match=rf"page_table: got numbers from .*{number}.* within the"):
@@ -390,7 +390,7 @@ def test_a_number_of_no_page_is_an_error(number: int) -> None:
 
 @pytest.mark.parametrize("dtype", [float8_e4m3fn, float8_e5m2])
 def test_a_cache_of_8_bits_has_half_the_bytes(dtype: Any) -> None:
-    """Of one of 16 bits; attention is that over what its elements stand for."""
+    """A cache of 8 bits has half the bytes of 16 bits, and the same attention with its scales."""
     rng, scales = np.random.default_rng(4), {"k_scale": 0.5, "v_scale": 2.0}
     values = {"max_length": 40, "head_dim_v": D_V, "page_size": 3}
     caches = [cuflash.KVCache(SEQUENCES, HEADS, D, **values, dtype=d) for d in (dtype, bfloat16)]

@@ -43,7 +43,7 @@ NUM_PROBLEMS = 100_000
 
 
 def walked(grid: launch_grid.Grid, num_operands: int) -> list[tuple[int, ...]]:
-    """Offsets of all operands in the order of the launches, as scheduler.cuh does."""
+    """Return offsets of all operands in the order of the launches, as in scheduler.cuh."""
     found = []
     for start in grid.offsets():
         for flat in range(grid.num_owners * grid.entries_per_owner):
@@ -58,7 +58,7 @@ def walked(grid: launch_grid.Grid, num_operands: int) -> list[tuple[int, ...]]:
 
 
 def random_axes(rng: np.random.Generator) -> tuple[Any, Any, Any]:
-    """Extents, strides of three operands and summed axes; neighbours are often mergeable."""
+    """Return extents, strides of three operands and summed axes; neighbours can often be merged."""
     ndim = int(rng.integers(0, 10))
     batch = tuple(int(n) for n in rng.choice([1, 2, 3], ndim))
     summed = tuple(bool(s) for s in rng.random(ndim) < 0.3)
@@ -137,7 +137,7 @@ def base_problem() -> Problem:
 
 
 def random_problem(base: Problem, rng: np.random.Generator) -> Problem:
-    """Draw what selection depends on; nothing of that size is allocated."""
+    """Draw all that selection depends on; no array is allocated."""
     batch = tuple(int(n) for n in rng.choice([1, 2, 8, 1000, 70_000], 2))
     summed = [tuple(bool(s) for s in rng.random(2) < 0.3) for _ in range(3)]
 
@@ -185,7 +185,7 @@ def random_problem(base: Problem, rng: np.random.Generator) -> Problem:
 
 
 def portable_configs(problem: Problem, number: int, copy_bytes: int) -> list[KernelConfig]:
-    """Kernels of every device; on CUDA cores are only those that shared memory cannot hold."""
+    """Return portable kernels; only where shared memory is too small do they use CUDA cores."""
     limit, wanted = SMEM_LIMITS[number % 3], WANTED[number % 3]
     given = (problem, limit, copy_bytes)
     wide = max(problem.head_dim, problem.head_dim_v) if problem.dtype == np.float64 else 0
@@ -212,7 +212,7 @@ def portable_configs(problem: Problem, number: int, copy_bytes: int) -> list[Ker
 
 
 def hopper_configs(problem: Problem, number: int) -> list[KernelConfig]:
-    """Hopper's own kernels, where nothing that `eligible` names keeps a problem from them."""
+    """Return Hopper's own kernels; they only refuse problems for reasons that `eligible` names."""
     found: list[KernelConfig] = []
     forward = chosen.one("forward_sm90", problem, num_sms=(1, 132)[number % 2])
     assert (forward is None) == bool(KERNELS["forward_sm90"].eligible(Request(problem)))
@@ -230,7 +230,7 @@ def hopper_configs(problem: Problem, number: int) -> list[KernelConfig]:
 
 
 def float32_configs(problem: Problem, number: int, copy_bytes: int) -> list[KernelConfig]:
-    """Hopper's kernels for float32, and those of narrow heads, which every device has."""
+    """Return the float32 kernels of Hopper, and the kernels of narrow heads for any device."""
     forward = chosen.one("forward_tf32_sm90", problem, copy_bytes=copy_bytes)
     assert (forward is None) == bool(KERNELS["forward_tf32_sm90"].eligible(Request(problem)))
     of_queries = chosen.one("backward_dq_tf32_sm90", problem, copy_bytes=copy_bytes)
@@ -254,7 +254,7 @@ def float32_configs(problem: Problem, number: int, copy_bytes: int) -> list[Kern
 
 
 def check_grid(problem: Problem, config: KernelConfig, rng: np.random.Generator) -> int:
-    """Every batch entry in some launch, and no launch past the limit; return the launches."""
+    """Check that launches hold every batch entry once and stay legal; return their number."""
     of_keys = config.computes in ("dkv", "dqkv")
     rows = problem.seqlen_k if of_keys else problem.seqlen_q
     own = config.block_n if of_keys else config.block_m
@@ -299,7 +299,7 @@ def test_a_hundred_thousand_problems_get_legal_kernels_and_grids() -> None:
 
 
 def test_a_tile_depends_on_neither_batch_nor_lengths() -> None:
-    """Where keys are not split."""
+    """A tile depends on neither batch nor lengths where keys are not split."""
     rng, base = np.random.default_rng(2), base_problem()
     for _ in range(2000):
         problem = random_problem(base, rng)
@@ -314,7 +314,7 @@ def test_a_tile_depends_on_neither_batch_nor_lengths() -> None:
 
 
 def test_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two numbers for each query, and on Hopper dq in float32 and a turn for each block."""
+    """A workspace has two numbers per query, and on Hopper float32 dq and a turn for each block."""
     q = np.zeros((2, 3, 70, 64), np.float16)
     problem = describe(q, q, q, Options())
     monkeypatch.setattr(run, "runtime", SimpleNamespace(getDevice=lambda: 0))
@@ -334,7 +334,7 @@ def test_operands_stay_where_they_lie_where_shared_memory_is_too_small() -> None
 
 
 def laid_out(problem: Problem, padding: int) -> Problem:
-    """Give q, k and v rows of their dtype, ``padding`` elements apart."""
+    """Return the problem with q, k and v in its dtype, and ``padding`` elements between rows."""
     size = problem.dtype.itemsize
     moved = {}
     widths = {"q": problem.head_dim, "k": problem.head_dim, "v": problem.head_dim_v}
@@ -372,14 +372,14 @@ def test_no_architecture_refuses_a_problem() -> None:
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_operands_of_another_dtype_than_kernels_read_are_never_launched(name: str) -> None:
-    """A mistake of ours, since promotion comes before: a kernel would read across the elements."""
+    """An operand of the wrong size is never launched; as promotion comes first, it is our bug."""
     problem = base_problem()
     layouts = {n: Layout.of(getattr(problem, n)) for n in ("q", "k", "v", "out")}
     layouts[name] = layouts[name]._replace(itemsize=4)
     step = LaunchStep(chosen.portable("forward_sm80", problem, SMALLEST, 2))
     prepare = functools.partial(plan.plan_launch, step, problem, layouts)
     hardware = select_hardware.typical("sm_80")
-    if name == "out":  # float32 serves 16-bit inputs
+    if name == "out":  # float32 out is allowed for 16-bit inputs
         with pytest.MonkeyPatch.context() as patch:
             kernel = SimpleNamespace(pointer=0, num_threads=128, smem_bytes=0)
             patch.setattr(plan, "compile_kernel", lambda *_: kernel)
@@ -397,7 +397,7 @@ def test_a_head_too_wide_is_named(head_dim: int) -> None:
 
 
 def test_strides_across_elements_are_refused() -> None:
-    """A field of a packed record: its address is aligned, and its rows are not."""
+    """Rows off the boundaries of elements are refused: a field of a packed record may have them."""
     layouts = {"bias": Layout(4, (), 6, 4)}
     with pytest.raises(ValueError, match="bias: got elements of 4 bytes off their boundaries"):
         plan.refuse_misaligned(layouts, {"bias": 1 << 20})

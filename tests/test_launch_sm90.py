@@ -37,14 +37,14 @@ from cuflash._launch import (
 from cuflash._launch import plan as launch_plan
 from cuflash._launch.workspace import Workspace
 
-COUNTERS = 4096  # their address
+COUNTERS = 4096  # address of the counters
 NAMES = kernel_params.pointer_names(kernel_params.FORWARD_SM90)
 POINTERS = tuple(range(1 << 20, (1 << 20) + 16 * len(NAMES), 16))
 STREAM = 77
 
 
 class Recorder:
-    """Stands for the driver: what would have been launched and cleared."""
+    """A simulated driver that records launches and cleared memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[Any] = []
@@ -54,7 +54,7 @@ class Recorder:
         stream = SimpleNamespace(ptr=STREAM, synchronize=lambda: None)
         simulated = hardware.typical("sm_90")._replace(name="simulated")
         monkeypatch.setattr(hardware, "_assumed", simulated)
-        self.streams: dict[int, int] = {}  # number of the stream that has a handle now
+        self.streams: dict[int, int] = {}  # handle -> number of the stream that has it now
         monkeypatch.setattr(tile_counters, "_of_device", {})
         monkeypatch.setattr(tile_counters, "_stream_number", lambda s: self.streams.get(s, s))
         monkeypatch.setattr(tile_counters, "runtime", runtime)
@@ -106,7 +106,7 @@ def plan_forward(problem: Problem, config: Any, pointers: tuple[int, ...] = POIN
 
 
 def pointers_of(params: Any) -> dict[str, int]:
-    """Read every pointer of a launch by its name."""
+    """Return every pointer of a launch by its name."""
     names = kernel_params.pointer_names(params.dtype)
     given = [params["score" if n in kernel_params.SCORE_POINTERS else n] for n in names]
     return {n: int(x[n] if x.dtype.names else x) for n, x in zip(names, given, strict=True)}
@@ -126,7 +126,7 @@ def test_parameters_arrive_where_the_kernel_reads_them(recorder: Recorder) -> No
 
 def test_tiles_are_drawn_where_they_outnumber_blocks_of_threads(recorder: Recorder) -> None:
     launch = plan(problem_of(40, causal=True))
-    launch.run(POINTERS, STREAM, captured=True)  # nothing can be allocated
+    launch.run(POINTERS, STREAM, captured=True)  # a capture can allocate nothing
     assert not recorder.cleared
     launch.run(POINTERS, STREAM, captured=False)
     assert recorder.cleared == [(COUNTERS, 0, 4 * tile_counters._NUM_COUNTERS, STREAM)]
@@ -174,7 +174,7 @@ def test_every_captured_launch_has_a_counter_of_its_own(
 
 
 def test_a_million_launches_can_be_captured(recorder: Recorder) -> None:
-    """A program that captures graphs for ever new shapes does not get slower."""
+    """A million captured launches have counters of their own, so that programs stay as fast."""
     counters = tile_counters.TileCounters()
     found = {counters.for_launch(STREAM, captured=True) for _ in range(10**6)}
     assert len(found) == 10**6
@@ -186,7 +186,7 @@ def test_a_million_launches_can_be_captured(recorder: Recorder) -> None:
 def test_a_stream_that_has_the_handle_of_a_destroyed_one_has_its_own_counter(
     recorder: Recorder,
 ) -> None:
-    """Work of the destroyed one may be in flight; the driver gives its handle away at once."""
+    """A stream that reuses a handle has its own counter: the old stream may still be at work."""
     launch = plan(problem_of(40))
     for number in (1, 1, 2, 2, 3):
         recorder.streams[STREAM] = number
@@ -299,7 +299,7 @@ def plan_gradient(
     one_pass: Any = None,
     **moved: int,
 ) -> list[tuple[dict[str, int], Any]]:
-    """The launches after that of delta, with their addresses."""
+    """Return the launches after that of delta, with their addresses."""
     return gradient_steps(problem, wrt, config, one_pass, **moved)[1:]
 
 
@@ -310,7 +310,7 @@ def gradient_steps(
     one_pass: Any = None,
     **moved: int,
 ) -> list[tuple[dict[str, int], Any]]:
-    """All launches."""
+    """Return all launches, with their addresses."""
     layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
     layouts |= {name: Layout.of(problem.out) for name in ("dout", "out")}
     layouts |= {f"d{name}": layouts[name] for name in wrt}
@@ -366,7 +366,7 @@ def test_gradient_parameters_arrive_where_the_kernels_read_them(recorder: Record
 def test_owners_that_start_together(
     recorder: Recorder, causal: bool, rows: int, deterministic: bool, expected: int
 ) -> None:
-    """More of short ones, whose tiles would wait for each other if all of one owner started."""
+    """More short owners start together: tiles of one owner would wait for each other."""
     problem = problem_of(128, rows, rows, causal=causal)
     config = chosen.fused(problem, deterministic=deterministic)
     assert config is not None
@@ -392,7 +392,7 @@ def test_owners_of_pairs_that_start_together(
 
 
 def cleared_turns(recorder: Recorder, addresses: dict[str, int], delta: Any) -> tuple[int, int]:
-    """Where the kernel of delta writes zeros, and how many: a thread writes one."""
+    """Return where the kernel of delta writes zeros and how many; a thread writes one."""
     recorder.struct = kernel_params.DELTA
     delta.run(tuple(addresses.values()), STREAM)
     *_, (_, grid, params) = recorder.launches
@@ -430,7 +430,7 @@ def test_one_pass(recorder: Recorder, deterministic: bool) -> None:
 
 
 def test_one_pass_has_no_more_blocks_of_threads_than_processors(recorder: Recorder) -> None:
-    """They draw one tile of 128 keys after the other."""
+    """One pass launches no more thread blocks than SMs, which draw tiles of 128 keys one by one."""
     problem = problem_of(20)
     config = chosen.fused(problem, deterministic=True)
     assert config is not None
@@ -446,7 +446,7 @@ def test_one_pass_has_no_more_blocks_of_threads_than_processors(recorder: Record
 def test_a_pair_of_blocks_of_threads_computes_a_tile(
     recorder: Recorder, deterministic: bool
 ) -> None:
-    """128 keys each; each of the two has turns of its own, and its first tile stores."""
+    """A pair of thread blocks computes a tile, 128 keys each, and each has turns of its own."""
     full = np.zeros((2, 4, 300, 256), bfloat16)
     problem = describe(full, full, full, Options())
     config = chosen.fused(problem, deterministic=deterministic)
@@ -464,7 +464,7 @@ def test_a_pair_of_blocks_of_threads_computes_a_tile(
 
 
 def test_one_pass_serves_and_wins() -> None:
-    """What it serves has to be asked for where it was not seen to win."""
+    """One pass is chosen only where it was seen to win; elsewhere it runs by ``config=``."""
     full, group, row = (np.zeros((2, n, 300, 128), bfloat16) for n in (4, 2, 1))
     wide, wide_group = (np.zeros((2, n, 300, 256), bfloat16) for n in (4, 2))
     narrow, middle, between = (np.zeros((2, 4, 300, d), bfloat16) for d in (64, 96, 80))
@@ -490,7 +490,7 @@ def test_one_pass_serves_and_wins() -> None:
         (wide, wide, wide, {"kv_lengths": np.array([[3], [4]])}, True, False, False),
         (full, full, full, {"scale": -1.0}, True, True, True),
         (wide, wide, wide, {"scale": -1.0}, True, False, False),
-        (full, full, full, {"bias": bias.astype(bfloat16)}, False, False, False),  # of 600 bytes
+        (full, full, full, {"bias": bias.astype(bfloat16)}, False, False, False),  # 600-byte rows
         (full, full, full, {"bias": bias[:, :1]}, False, False, False),
         (full, even, even, {"bias": wide_bias}, True, True, True),
         (full, even, even, {"bias": wide_bias.astype(np.float32)}, False, False, False),
@@ -557,7 +557,7 @@ def test_a_tile_of_one_kernel_decides_about_its_gradients_alone(recorder: Record
 
 
 def kinds(launches: list[Any]) -> str:
-    """M for a launch with tensor maps, L for one without."""
+    """Return M for each launch with tensor maps and L for each without."""
     return "".join("L" if launch.maps is None else "M" for launch in launches)
 
 

@@ -1,6 +1,6 @@
 """Do imports only go down, and does every file keep its names to itself? Lazy imports count.
 
-And do the GPU tests say which of them go through `cuflash.distributed`, above the launch?
+The GPU tests that go through `cuflash.distributed`, above the launch, must be named, too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "cuflash"
-#: The packages and modules of cuflash, lowest first; those of one line know nothing of each other.
+#: Packages and modules of cuflash, lowest first. Those of one line do not import each other.
 ORDER = (
     ("_errors",),
     ("_cupy", "_dlpack"),
@@ -29,8 +29,8 @@ ORDER = (
     ("__main__",),
 )
 RANKS = {name: rank for rank, names in enumerate(ORDER) for name in names}
-UPWARD = {"cuflash.__version__"}  # a constant, where the package's build reads it
-#: Where CuPy is imported.
+UPWARD = {"cuflash.__version__"}  # a constant, read when the package is built
+#: The files and packages that may import CuPy.
 CUPY = {
     "_cupy", "_jit", "_launch", "_select/hardware", "_timing", "tuning", "_cli", "_api/show_config",
     "distributed/_nccl",
@@ -44,7 +44,7 @@ def files() -> Iterator[tuple[str, ast.Module]]:
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Every imported module, and the name by which the file knows it."""
+    """Yield every imported module, and its name in the file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((a.name, (a.asname or a.name).split(".")[0]) for a in node.names)
@@ -81,7 +81,7 @@ def test_a_file_keeps_its_private_names_to_itself() -> None:
 
 
 def is_private(name: str, module: str) -> bool:
-    """Whether a name is private to its file: packages and modules of cuflash are not."""
+    """Return whether a name is private to its file; packages and modules of cuflash are not."""
     path = PACKAGE / "/".join(module.split(".")[1:])
     is_module = bool(module) and (path.is_dir() or path.with_suffix(".py").is_file())
     return name.startswith("_") and not name.startswith("__") and not is_module
@@ -96,7 +96,7 @@ def test_cupy_is_imported_in_named_places() -> None:
 
 
 def test_gpu_tests_of_several_ranks_are_named() -> None:
-    """They run again where ranks have changed, and no others."""
+    """GPU tests of several ranks are listed, since they alone run again when ranks change."""
     from gpu_report import OF_RANKS
 
     found = set()

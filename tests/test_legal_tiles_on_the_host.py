@@ -25,7 +25,7 @@ ROWS, KEYS = 150, 170
 
 
 def drawn(dtype: str, width: int, kernel: str, seed: int) -> dict[str, int]:
-    """A legal tile of a number of warps that no table has."""
+    """Return a legal tile with a number of warps that no table has."""
     work = tuning.Workload(2, 2, 2, ROWS, KEYS, width, width, dtype)
     found = tuning.space(work, kernel, arch="sm_90a", parameters={"num_warps": (1, 3, 5, 6)})
     return _kernels.tile_of(random.Random(seed).choice([c.config for c in found]))

@@ -1,7 +1,7 @@
 """Is logsumexp attention without values, and its gradient that of the logarithm of a sum?
 
-Truth is the budget of the call whose values have no features; beside it stand closed forms and
-finite differences.
+The truth is the budget of a call whose values have no features. Closed forms and finite differences
+are compared, too.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ pytestmark = pytest.mark.usefixtures("small_host_tiles")
 
 @st.composite
 def logsumexp_calls(draw: st.DrawFn, xp: ModuleType = np, **limits: Any) -> Call:
-    """A call without values: its batch is that of q and k, and every gradient but dv is asked for.
+    """Draw a call without values: its batch is that of q and k, and dv is not in its wrt.
 
-    Options that lack their batch axes elsewhere broadcast, as in attention.
+    Options without batch axes broadcast, as in attention.
     """
     of_module = replace(limits_of(xp), values_dims=(0,))
     call = draw(calls(of_module, gradients=True, **limits))
@@ -54,7 +54,7 @@ def logsumexp_calls(draw: st.DrawFn, xp: ModuleType = np, **limits: Any) -> Call
 
 
 def fits(call: Call) -> bool:
-    """Whether every option broadcasts to the batch of q and k alone."""
+    """Return whether every option broadcasts to the batch of q and k alone."""
     cores = {"bias": 2, "mask": 2, "segment_ids_q": 1, "segment_ids_k": 1}
     shapes = (a.shape[: a.ndim - cores.get(n, 0)] for n, a in call.option_arrays.items())
     try:
@@ -70,7 +70,7 @@ def on(xp: ModuleType, value: Any) -> Any:
 
 
 def gradients_of(call: Call, lse: Any, xp: ModuleType = np) -> dict[str, np.ndarray]:
-    """The gradients by input name, of the shapes and dtypes of the inputs."""
+    """Return the gradients by input name, after checking their shapes and dtypes."""
     options = {name: on(xp, value) for name, value in call.options.items()}
     found = cuflash.logsumexp_backward(
         *(on(xp, a) for a in (call.dlse, call.q, call.k)), lse, wrt=call.wrt, **options
@@ -97,7 +97,7 @@ def test_drawn_problem(xp: ModuleType, data: st.DataObject) -> None:
 
 @given(call=logsumexp_calls().filter(fits), data=st.data())
 def test_values_make_no_difference(call: Call, data: st.DataObject) -> None:
-    """The bits are those of attention with any values, and with any dropout."""
+    """lse and gradients have the bits that attention has with any values and any dropout."""
     rng = np.random.default_rng(0)
     values = rng.standard_normal((*call.k.shape[:-1], data.draw(st.sampled_from((1, 8)))))
     values = values.astype(call.dtype)
@@ -137,7 +137,7 @@ ORDERS = (FEATURE_FIRST[0], SEQUENCE_OUTSIDE_HEADS[0])
 @pytest.mark.parametrize("own", [*itertools.product(ORDERS, ORDERS)])
 @pytest.mark.parametrize("pairs", [2, 4])
 def test_axes(own: tuple[tuple[int, int], tuple[int, int]], pairs: int) -> None:
-    """Two pairs are enough; results of other axes orders are views of the canonical ones."""
+    """Two axes pairs suffice, and other axes orders give views of the canonical results."""
     rng = np.random.default_rng(2)
     canonical = rng.standard_normal((2, 4, 21, 5)), rng.standard_normal((2, 2, 33, 5))
     options = {"enable_gqa": True, "causal": True, "kv_lengths": np.array([[33], [20]])}
@@ -161,7 +161,7 @@ def test_axes(own: tuple[tuple[int, int], tuple[int, int]], pairs: int) -> None:
 
 @given(call=logsumexp_calls(families=("normal", "uniform", "sparse_integers")).filter(fits))
 def test_gradients_are_derivatives(call: Call) -> None:
-    """float64 against differences along random directions."""
+    """Gradients of float64 agree with differences along random directions."""
     call = call.but(
         q=call.q.astype(np.float64), k=call.k.astype(np.float64), v=call.v.astype(np.float64),
         dlse=call.dlse.astype(np.float64), dout=call.dout.astype(np.float64),
@@ -225,7 +225,7 @@ def test_the_gradient_is_attention_over_the_keys() -> None:
 
 
 def test_a_shift_of_the_scores_comes_out() -> None:
-    """lse + c under bias + c, the gradient with respect to a row's bias is dlse itself."""
+    """A bias of c in each row adds c to lse, and its gradient is dlse itself."""
     rng = np.random.default_rng(4)
     q, k = rng.standard_normal((20, 4)), rng.standard_normal((33, 4))
     shift = rng.standard_normal((20, 1))
@@ -237,7 +237,7 @@ def test_a_shift_of_the_scores_comes_out() -> None:
 
 
 def test_a_sink_is_one_more_score() -> None:
-    """Also where there is nothing else: lse = sink and dsink = dlse."""
+    """A sink adds one more score; where it is alone, lse = sink and dsink = dlse."""
     rng = np.random.default_rng(5)
     q, k = rng.standard_normal((2, 9, 4)), rng.standard_normal((2, 5, 4))
     sink, dlse = np.array([1.5, -2.0]), rng.standard_normal((2, 9))
@@ -253,7 +253,7 @@ def test_a_sink_is_one_more_score() -> None:
     np.testing.assert_allclose(got.dsink, dlse.sum(-1), rtol=1e-14)
 
 
-# Nothing visible, and nothing at all.
+# Nothing visible, and empty arrays.
 
 
 def test_cotangents_of_rows_that_see_nothing_are_not_read() -> None:
@@ -285,11 +285,11 @@ def test_empty_extents(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     assert not got.dk.any()
 
 
-# What cannot be.
+# Wrong calls.
 
 
 def wrong_calls() -> dict[str, tuple[Callable[[], Any], type[Exception], str, str]]:
-    """The call, and the exception, the argument and the words that its message has."""
+    """Return name -> call, exception, argument and words of the message."""
     q, k = np.ones((2, 4, 3)), np.ones((2, 5, 3))
     lse, dlse = cuflash.logsumexp(q, k), np.ones((2, 4))
     backward = cuflash.logsumexp_backward

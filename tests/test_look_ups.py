@@ -1,4 +1,4 @@
-"""Do masks and biases come through shared memory where they can, and is the forward right then?"""
+"""Do masks and biases come through shared memory where they can, and are results right then?"""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def gradient_of(head_dim: int, **options: Any) -> Any:
 
 
 def test_one_pass_is_chosen_where_a_mask_comes_through_shared_memory() -> None:
-    """A mask that is read where it lies has two kernels; segments and biases have one pass."""
+    """One pass takes masks through shared memory, segments and biases; other masks two kernels."""
     q, k = (np.zeros((2, 2, n, 64), bfloat16) for n in (100, 208))
     mask, bias = np.ones((100, 208), np.bool_), np.zeros((100, 208), bfloat16)
     ids = (np.zeros(100, np.int32), np.zeros(208, np.int32))
@@ -99,7 +99,7 @@ def test_one_pass_is_chosen_where_a_mask_comes_through_shared_memory() -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 def test_gradients_beside_a_mask_compile_without_spills(generation: int, head_dim: int) -> None:
-    """Beside each option that it may come with, and with parts of the queries."""
+    """Gradients beside a mask compile with each option that may come with it, and split queries."""
     from test_compile_sm90 import compile_all
 
     beside: list[dict[str, Any]] = [
@@ -117,7 +117,7 @@ def test_gradients_beside_a_mask_compile_without_spills(generation: int, head_di
 
 
 def on_hopper(shape: Any, seed: int) -> tuple[Any, np.random.Generator, np.ndarray]:
-    """CuPy, a generator, and a mask with a row that sees nothing and keys hidden from all."""
+    """Return CuPy, a generator, and a mask that hides some keys from all rows and all from one."""
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     if cupy.cuda.Device().compute_capability != "90":
         pytest.skip("the device has no wgmma")
@@ -132,7 +132,7 @@ def on_hopper(shape: Any, seed: int) -> tuple[Any, np.random.Generator, np.ndarr
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("shape", [((2, 3), 300, 1136), ((2, 40), 200, 144)], ids=str)
 def test_within_budget(head_dim: int, shape: Any) -> None:
-    """Keys hidden from all, rows that see none, a triangle, -1e30 for a mask, steep slopes."""
+    """The forward is right with hidden keys and rows, a band, -1e30 as a mask, and steep slopes."""
     _, rng, mask = on_hopper(shape, 0)
     from test_forward_sm90 import check
 
@@ -157,7 +157,7 @@ def test_within_budget(head_dim: int, shape: Any) -> None:
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("shape", [((2, 3), 300, 1136), ((2, 40), 200, 144)], ids=str)
 def test_gradients_within_budget(head_dim: int, shape: Any) -> None:
-    """Keys hidden from all, rows that see none, a triangle; beside slopes, dropout and bounds."""
+    """Gradients are right with hidden keys and rows and a triangle, beside slopes and dropout."""
     cupy, rng, mask = on_hopper(shape, 1)
     (_, heads), rows, keys = shape
     bias = np.where(mask, rng.standard_normal(mask.shape), -np.inf)

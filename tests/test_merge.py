@@ -37,7 +37,7 @@ EXACT = np.longdouble
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Arguments of merge and merge_backward, parts along ``axis``."""
+    """Arguments of merge and merge_backward, with parts along ``axis``."""
 
     outs: np.ndarray
     lses: np.ndarray
@@ -55,7 +55,7 @@ class Parts:
 
 @st.composite
 def parts(draw: st.DrawFn) -> Parts:
-    """Parts of any dtypes, of near and far logarithms, some of which saw nothing."""
+    """Draw parts of any dtypes, with near and far logarithms; some parts saw no key."""
     out_dtype = DTYPES[draw(st.sampled_from(tuple(DTYPES)))]
     lse_dtype = DTYPES[draw(st.sampled_from(tuple(DTYPES)))]
     batch = draw(st.sampled_from(((), (2,), (2, 3), (0,))))
@@ -77,7 +77,7 @@ def parts(draw: st.DrawFn) -> Parts:
 
 @dataclass
 class Bounds:
-    """What each result may be off by, parts first."""
+    """The error that each result may have, parts first."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -87,8 +87,7 @@ class Bounds:
 
 @np.errstate(all="ignore")
 def bounds(p: Parts, xp: ModuleType) -> Bounds:
-    """The module's derivation; CuPy compiles with -ftz=true: float32 has no subnormals there."""
-    # D93.
+    """Return the bounds derived above; with CuPy's -ftz=true float32 has no subnormals (D93)."""
     outs, lses = (np.moveaxis(a.astype(EXACT), p.axis, 0) for a in (p.outs, p.lses))
     arithmetic = finfo(np.float64 if p.lses.dtype == np.float64 else np.float32)
     u, tiny = EXACT(arithmetic.eps) / 2, EXACT(arithmetic.smallest_normal)
@@ -184,7 +183,7 @@ def test_a_sequence_is_a_first_axis(p: Parts) -> None:
 
 @given(p=parts())
 def test_one_part_is_itself(p: Parts) -> None:
-    """Bit for bit; the gradients are the cotangents."""
+    """One part merges to itself bit for bit, and its gradients are the cotangents."""
     out, lse = (np.moveaxis(a, p.axis, 0)[:1] for a in (p.outs, p.lses))
     merged = cuflash.merge(out, lse)
     np.testing.assert_array_equal(merged.out, out[0])
@@ -199,7 +198,7 @@ def test_one_part_is_itself(p: Parts) -> None:
 @pytest.mark.parametrize("lse_dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_keep_the_digits_of_their_own_dtype(dtype: str, lse_dtype: type) -> None:
-    """Whatever their logarithms have: weights of 1/2 and of 1 are exact."""
+    """Parts keep all digits of their dtype for any dtype of lse: weights of 1/2 and 1 are exact."""
     rng = np.random.default_rng(3)
     out, dout = rng.standard_normal((2, 5, 3)).astype(DTYPES[dtype])
     outs, lses = np.stack([out, out]), np.zeros((2, 5), lse_dtype)
@@ -210,7 +209,7 @@ def test_parts_keep_the_digits_of_their_own_dtype(dtype: str, lse_dtype: type) -
 
 @given(p=parts(), data=st.data())
 def test_a_part_that_saw_nothing_is_neutral(p: Parts, data: st.DataObject) -> None:
-    """Wherever it stands and whatever its out holds, which has the gradient 0."""
+    """A part that saw no key has no effect, at any place and with any out, and gradients of 0."""
     outs, lses = (np.moveaxis(a, p.axis, 0) for a in (p.outs, p.lses))
     at = data.draw(st.integers(0, len(outs)))
     more_outs = np.insert(outs, at, np.nan, axis=0)
@@ -225,7 +224,7 @@ def test_a_part_that_saw_nothing_is_neutral(p: Parts, data: st.DataObject) -> No
 
 
 def test_a_row_that_no_part_saw() -> None:
-    """out is +0, lse -inf, and the cotangents of that row are not read."""
+    """In a row that no part saw, out is +0 and lse -inf, and its cotangents are not read."""
     outs, lses = np.full((2, 3, 4), np.nan, np.float32), np.full((2, 3), -np.inf, np.float32)
     outs[:, 1], lses[:, 1] = 1, 0
     out, lse = cuflash.merge(outs, lses)
@@ -244,7 +243,7 @@ def test_a_row_that_no_part_saw() -> None:
 @pytest.mark.parametrize("module", [cuflash, reference])
 @pytest.mark.parametrize("lse", [-1000.0, -np.inf])
 def test_only_a_part_that_saw_nothing_is_not_read(module: Any, lse: float) -> None:
-    """A part that is not finite counts, however small its weight."""
+    """A part with a non-finite element counts unless its lse is -inf, however small its weight."""
     outs, lses = np.array([[[1.0]], [[np.nan]]]), np.array([[0.0], [lse]])
     counts = not np.isneginf(lse)
     merged = module.merge(outs, lses)
@@ -257,7 +256,7 @@ def test_only_a_part_that_saw_nothing_is_not_read(module: Any, lse: float) -> No
 
 @given(p=parts())
 def test_gradients_are_derivatives(p: Parts) -> None:
-    """float64, along random directions; lses within reach of each other."""
+    """Gradients of float64 agree with differences along random directions, with near lses."""
     outs = np.moveaxis(p.outs, p.axis, 0).astype(np.float64)
     lses = np.moveaxis(p.lses, p.axis, 0).astype(np.float64)
     finite = np.isfinite(lses)
@@ -283,12 +282,12 @@ def test_gradients_are_derivatives(p: Parts) -> None:
         )
 
 
-# With attention (P15; the forward is in test_properties).
+# Beside attention (P15; the forward is in test_properties).
 
 
 @pytest.mark.parametrize("cuts", [(), (13,), (0, 13, 13, 30)])
 def test_gradient_of_attention_in_parts(cuts: tuple[int, ...]) -> None:
-    """Back through merge and through each part, every gradient adds up to that of the whole."""
+    """Gradients through merge and through each part add up to the gradients of the whole."""
     rng = np.random.default_rng(8)
     q, k, v, dout = (
         rng.standard_normal(shape)
@@ -307,7 +306,7 @@ def test_gradient_of_attention_in_parts(cuts: tuple[int, ...]) -> None:
     for first, last in zip((0, *cuts), (*cuts, 30), strict=True):
         keys = slice(first, last)
         own = {**shared, "offset": 3 - first, "bias": bias[..., keys]}
-        if not options:  # exactly one part carries the sink
+        if not options:  # exactly one part has the sink
             own["sink"] = sink
         options.append((keys, own))
         results.append(
@@ -337,7 +336,7 @@ def test_gradient_of_attention_in_parts(cuts: tuple[int, ...]) -> None:
 
 
 def test_parts_of_16_bits_lose_one_rounding_each() -> None:
-    """16-bit parts with a float32 lse: within u/2 of each part, and u/2 of the sum."""
+    """16-bit parts with a float32 lse err by u/2 of each part and u/2 of the sum."""
     call = make_call("normal", 9, bfloat16, (2, 40, 8), (2, 60, 8), (2, 60, 8))
     cuts = (slice(0, 20), slice(20, 60))
     shared = [cuflash.attention(call.q, call.k[:, s], call.v[:, s], return_lse=True) for s in cuts]
@@ -349,7 +348,7 @@ def test_parts_of_16_bits_lose_one_rounding_each() -> None:
     exact = reference.merge([p.out for p in exact_parts], [p.lse for p in exact_parts])
     weight = [np.exp(p.lse - exact.lse)[..., None] for p in exact_parts]
     eps = float(finfo(bfloat16).eps)
-    # Each part is within an ulp; weights are float32 and do not count beside it.
+    # Each part errs by an ulp at most. Errors of the float32 weights are negligible beside that.
     allowed = sum(
         w * (eps * np.abs(p.out) + eps / 64) for w, p in zip(weight, exact_parts, strict=True)
     )
@@ -357,11 +356,11 @@ def test_parts_of_16_bits_lose_one_rounding_each() -> None:
     assert np.all(error <= allowed + eps * np.abs(exact.out))
 
 
-# What cannot be.
+# Wrong calls.
 
 
 def wrong_calls() -> dict[str, tuple[Callable[[], Any], type[Exception], str, str]]:
-    """The call, and the exception, the argument and the words that its message has."""
+    """Return name -> call, exception, argument and words of the message."""
     outs, lses = np.ones((2, 5, 3)), np.zeros((2, 5))
     merge, backward = cuflash.merge, cuflash.merge_backward
     return {
@@ -415,7 +414,7 @@ def test_wrong_call(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
 def test_results_in_float64_are_rounded_once(xp: ModuleType, dtype: Any) -> None:
-    """Just beyond a tie of 16 bits, which float32 would make a tie: 1, and not the next number."""
+    """Results just beyond a tie of 16 bits are rounded once; by way of float32 they were ties."""
     ulp = float(finfo(dtype).eps)
     outs = xp.asarray(np.array([[[1.0]], [[1 + ulp]]], dtype))
     lses = xp.asarray(np.array([[0.0], [2.0**-28]]))  # the second part weighs a little more

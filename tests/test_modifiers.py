@@ -1,4 +1,4 @@
-"""Do a user's own formulas mean what the options mean that they can stand for?"""
+"""Do a user's own formulas mean the same as the options that they can express?"""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_formula_is_the_option_that_it_stands_for(name, together, dtype, digits)
 
 
 def on_a_gpu(cupy, options):
-    """The options with the arrays of their formulas on the device."""
+    """Return the options with the arrays of their formulas on the device."""
     moved = {}
     for name, value in options.items():
         if hasattr(value, "arrays"):
@@ -148,24 +148,24 @@ def test_formula_in_the_kernels_is_the_option_that_it_stands_for(name):
     on_device = (memory.to_device(cupy, a) for a in (q, k, got["lse"]))
     weights = memory.to_numpy(cuflash.weights(*on_device, rows=rows, **options))
     exact = reference.weights(q, k, rows=rows, **call.options)
-    # float32 scores below 64 and their lse: some 20 roundings of 64 units.
+    # For float32 scores below 64 and their lse: some 20 roundings with units of 64.
     np.testing.assert_allclose(weights, exact, rtol=0, atol=1300 * np.finfo(np.float32).eps)
 
 
 def formula_that_notes(asked, rows, keys):
-    """A formula that changes nothing and writes 1 to asked[0], for a pair that is none asked[1]."""
+    """Return an identity that sets asked[0] for pairs of the problem, and asked[1] for others."""
     note = f"const_cast<float*>(asked)[q < {rows} && k < {keys} ? 0 : 1] = 1.0f"
     return score_mod(lambda s, *_, **__: s, expression=f"({note}, score)",
                      grad=f"({note}, 1.0f)", asked=asked)  # fmt: skip
 
 
 @pytest.mark.gpu
-@pytest.mark.not_rehearsed  # kernels write what they have been asked
+@pytest.mark.not_rehearsed  # kernels write to ``asked``
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [6, 24, 128])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_a_formula_is_asked_about_pairs_that_exist(dtype, head_dim, causal):
-    """It may read any array there: rows past the end of a tile have no pairs."""
+    """Kernels evaluate formulas for existing pairs only, whose indices are legal in any array."""
     import cupy
 
     rows, keys = 70, 300
@@ -183,7 +183,7 @@ def test_a_formula_is_asked_about_pairs_that_exist(dtype, head_dim, causal):
 
 @pytest.mark.gpu
 def test_bias_under_a_formula_has_its_slope():
-    """The formula halves what bias and slopes add, so that it halves their gradients, too."""
+    """A formula that halves scores halves the gradients of bias, slopes and scale."""
     import cupy
 
     q, k, v, dout = (memory.to_device(cupy, a) for a in inputs(np.float16))
@@ -222,7 +222,7 @@ def test_what_does_not_compile_is_shown_by_its_own_line():
         compile_static(portable("forward_sm80", problem, 99 << 10, 16), "sm_80")
 
 
-#: What C++, CUDA and their headers may have in scope, beside the words of our own sources.
+#: Words that C++, CUDA and their headers may define, tried beside the words of our sources.
 WORDS = """
 asm and bitor compl not_eq xor char8_t char16_t concept requires consteval constinit co_await
 export import module final override typeof restrict inline volatile union mutable thread_local
@@ -248,7 +248,10 @@ def accepted(name):
 
 @pytest.mark.nvrtc
 def test_every_name_of_an_array_that_is_accepted_compiles():
-    """Beside another array, each in a copy of the class that formulas and their arrays are in."""
+    """Every accepted array name compiles beside another array.
+
+    Each is in a copy of the class that holds formulas and their arrays.
+    """
     problem = describe(*inputs(np.float16)[:3], cuflash.Options(enable_gqa=True))
     source = source_of(portable("forward_sm80", problem, 99 << 10, 16))
     words = sorted({*re.findall(r"[A-Za-z_]\w*", source), *WORDS.split()})
@@ -298,7 +301,7 @@ def test_formulas_share_the_names_of_their_arrays():
 
 
 def test_formulas_follow_softcap_bias_and_alibi():
-    """The order of the pipeline: a formula sees the score after all of them."""
+    """A formula gets the score after softcap, bias and ALiBi."""
     seen = []
 
     def host(score, b, h, q, k):
@@ -359,7 +362,7 @@ def test_ends_between_which_nothing_can_be_checked_are_named(ends):
 
 
 def overwriting(formula):
-    """The formula in place: in all that it is given it leaves other values."""
+    """Return the formula, which afterwards overwrites all arrays that it was given."""
 
     def in_place(*given, **arrays):
         result = np.array(formula(*given, **arrays))
@@ -374,7 +377,7 @@ def overwriting(formula):
 @pytest.mark.parametrize("library", [cuflash, reference], ids=["cuflash", "reference"])
 @pytest.mark.parametrize("name", SAME)
 def test_formulas_that_overwrite_what_they_get_change_nothing_else(library, name, request):
-    """Neither the other formula, nor other tiles, nor the caller's arrays."""
+    """A formula that overwrites its arguments changes no tile, other formula or caller's array."""
     if library is cuflash:
         request.getfixturevalue("small_host_tiles")
     options = SAME[name][0]
@@ -399,7 +402,7 @@ def test_no_formula_writes_into_the_callers_arrays():
     q, k, v, _ = inputs(np.float32)
     with pytest.raises(ValueError, match="read-only"):
         cuflash.attention(q, k, v, enable_gqa=True, score_mod=score_mod(host, slopes=SLOPES))
-    assert SLOPES.flags.writeable  # to the caller
+    assert SLOPES.flags.writeable  # the caller may still write
 
 
 def by_slope(score, b, h, q, k, slopes):
@@ -414,7 +417,7 @@ def slope_of_one(score, b, h, q, k, slopes):
     "copied", [copy.copy, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))]
 )
 def test_copies_of_formulas_are_formulas(copied):
-    """Where their functions can be pickled, as those of a module."""
+    """Copied and pickled formulas compute the same, if their functions can be pickled."""
     mod = score_mod(by_slope, slope_of_one, "score - slopes[h]", slopes=SLOPES)
     again = copied(cuflash.Options(score_mod=mod, enable_gqa=True))
     shared = again.score_mod.arrays["slopes"] is mod.arrays["slopes"]
@@ -427,7 +430,7 @@ def test_copies_of_formulas_are_formulas(copied):
 
 
 def failing_at(call: int, formula):
-    """The formula, which fails the given time that it is called."""
+    """Return the formula, which fails at call number ``call``."""
     calls = []
 
     def counted(*given):

@@ -1,4 +1,4 @@
-"""Can every mistake of tools/mutants.toml still be made, and do tables tell of the last run?"""
+"""Does every mistake of tools/mutants.toml still apply, and do tables show the last run?"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_there_are_enough_and_they_differ():
 
 
 def collected(tests, marks) -> str:
-    """Return what pytest lists of tests with these marks; it fails where one does not exist."""
+    """Return pytest's list of tests with these marks, and fail if a test does not exist."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, "-m", marks, *sorted(tests)], cwd=mutants.ROOT, capture_output=True, text=True
@@ -67,7 +67,7 @@ def test_what_became_of_a_mistake_on_the_host(monkeypatch, tmp_path, status, sai
 
 
 def test_tests_of_a_copy_notice_the_mistake_of_the_copy(tmp_path):
-    """They import the copy, not what the program itself has imported of the project."""
+    """Tests in a copy of the project notice its mistake: they import the copy and nothing else."""
     mutant = ON_THE_HOST[0]
     mutants.copy_project(tmp_path, mutant)
     module, right = mutant.path.as_posix(), (mutants.ROOT / mutant.path).read_text("utf-8")
@@ -91,7 +91,7 @@ def test_a_mistake_that_is_in_two_places_is_refused():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run all mistakes; ``fates`` says of some what becomes of them, ``failing`` tests anyway."""
+    """Run all mistakes: ``fates`` gives outcomes, ``failing`` tests that fail without a mistake."""
     path, asked, fates, failing = tmp_path / "outcomes.json", [], {}, {}
 
     def judge(mutant, kernels, deadline):
@@ -115,7 +115,7 @@ def test_a_run_cut_short_goes_on_where_it_ended(run, monkeypatch):
     assert (status, asked, found["broken"], found["not run"]) == (1, names, names[2:3], names[1:2])
     run.fates.clear()
     status, asked, found = run.main()
-    assert (status, asked) == (1, names[1:3])  # one survived, and nothing says why
+    assert (status, asked) == (1, names[1:3])  # one survived without a reason
     assert (found["mutants"], found["killed"]) == (len(ALL), len(ALL) - 1)
     assert found["survived"] == {names[3]: ""}
     assert [o["name"] for o in found["outcomes"]] == names

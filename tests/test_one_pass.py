@@ -1,7 +1,7 @@
-"""Are arrays of ranks added, rounded and copied right, and in as few instructions as that takes?
+"""Are arrays of ranks added, rounded and copied right, in as few instructions as that takes?
 
-The kernel's text runs by a C++ compiler, over the places that CuPy would give to its threads, and
-is compiled for devices without one.
+A C++ compiler runs the kernel's text, for the places that CuPy would give to its threads. NVRTC
+compiles it, too, which needs no device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from support.host_device import COMPILER
 from support.neighbours import assert_same_bits, on_the_host, placed, probe
 
 BF16 = np.dtype(bfloat16)
-#: Of parts and of totals.
+#: (dtype of parts, dtype of totals)
 DTYPES = [
     (np.float32, BF16), (np.float32, np.float16), (np.float32, np.float32),
     (np.float64, np.float64), (np.float64, BF16), (np.float64, np.float16),
@@ -41,7 +41,7 @@ OF_DTYPES = pytest.mark.parametrize(
 
 
 def numbers(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
-    """Of many sizes, with ties of 16 bits and what is not finite among them."""
+    """Return numbers of many sizes, with ties of 16 bits and non-finite numbers among them."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-20, 12, shape))
     ties = 1 + rng.integers(0, 2**12, shape) * 2.0**-12 + rng.integers(-1, 2, shape) * 2.0**-40
@@ -83,13 +83,13 @@ def test_only_what_has_another_dtype_is_copied(of_parts, of_total, terms):
 
 
 def parameters(types: tuple[Any, ...]) -> dict[str, Any]:
-    """Of parts, and of the total."""
+    """Return the types of parts and of the total by parameter name."""
     return dict(zip((*("a", "b")[: len(types) - 1], "total"), types, strict=True))
 
 
 @pytest.fixture
 def counts(tmp_path, monkeypatch) -> list[int]:
-    """Lets kernels run on the host; how many neighbours a thread of each took."""
+    """Run kernels on the host; yield how many neighbours each of their threads took."""
     found: list[int] = []
 
     def kernel(_: Any, terms: int, count: int) -> Any:
@@ -107,7 +107,7 @@ def counts(tmp_path, monkeypatch) -> list[int]:
     return found
 
 
-#: What canonical arrays of ranks are cut into, and whether threads take several elements of these.
+#: How arrays of ranks are cut, and whether a thread then takes several elements.
 CUTS: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "all": (lambda a: a, True),
     "some rows": (lambda a: a[..., 2:5, :], True),
@@ -159,7 +159,7 @@ def test_arrays_on_a_gpu(cut, terms):
 @pytest.mark.parametrize("of_total", [np.float16, np.float32])
 @pytest.mark.parametrize("which", range(3))
 def test_what_a_thread_cannot_read_at_once(counts, which, of_total):
-    """One of three arrays begins four bytes behind a multiple of 16, or another number of them."""
+    """Arrays that are not aligned to 16 bytes are added by one element per thread."""
     for behind in range(4, 20, 4):
         parts = [numbers((3, 16), np.float32, seed) for seed in range(2)]
         expected = expected_of(tuple(parts), of_total)
@@ -181,9 +181,9 @@ def test_a_sum_in_place(counts, first):
     assert counts == [NEIGHBOURS]
 
 
-#: Of CuPy's functions those that copies take.
+#: The functions of CuPy that copies call.
 CUPY = SimpleNamespace(
-    ascontiguousarray=lambda array: array,  # of what is so
+    ascontiguousarray=lambda array: array,  # already contiguous
     empty=lambda shape, dtype: placed(np.zeros(shape, dtype)),
 )
 
@@ -193,7 +193,7 @@ CUPY = SimpleNamespace(
     "dtype", [BF16, np.float32, np.float64, bool, np.int8, np.uint16, np.complex64], ids=str
 )
 def test_copies_keep_bits(counts, monkeypatch, dtype):
-    """Those of NaN, too."""
+    """Copies keep all bits, also those of NaN."""
     dtype = np.dtype(dtype)
     most = 2 if dtype.kind == "b" else 256
     raw = np.random.default_rng(0).integers(0, most, (2, 6, 16 * dtype.itemsize), np.uint8)
@@ -235,7 +235,7 @@ def test_it_compiles_without_a_stack(generation, arch):
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(("types", "count"), COMPILED)
 def test_an_instruction_moves_all_that_it_can(types, count):
-    """Beside those that read addresses."""
+    """Beside addresses, a thread reads and writes 16 bytes with each instruction."""
     from cupy_backends.cuda.libs import nvrtc
 
     program = nvrtc.createProgram(on_a_device(types, count), "probe.cu", (), ())

@@ -1,10 +1,10 @@
 """Does cuflash give what the ONNX operator ``Attention`` (opset 25) prescribes?
 
-The wheel of onnx 1.22.0 carries conformance cases as files: a model of one node, its inputs, and
-outputs computed by ONNX's own NumPy implementation. A twin ``<name>_expanded`` of a case holds the
-same tensors for the operator written out in primitive ones, so that both are proved by one run.
-What no file covers (windows and offsets of opset 25) is compared with the operator's text, written
-out below one score at a time.
+The wheel of onnx 1.22.0 has conformance cases as files: a model of one node, its inputs, and
+outputs computed by ONNX's own NumPy implementation. The twin ``<name>_expanded`` of a case holds
+the same tensors for the operator written in primitive ones, so that one run proves both. Windows
+and offsets of opset 25, which no file covers, are compared with the operator's text, written out
+below one score at a time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hypothesis import strategies as st
 
 from support import memory, onnx_adapter
 
-#: Cases that do not hold, with the reason.
+#: Cases that cannot hold, with the reason.
 IMPOSSIBLE: dict[str, str] = {}
 EXPANDED = "_expanded"
-#: The rule of ONNX's own backend test.
+#: The tolerances of ONNX's own backend test.
 RTOL, ATOL = 1e-3, 1e-7
 
 
 def folders() -> dict[str, Path]:
-    """Folders of the cases by name; empty without onnx, or for a release that ships none."""
+    """Return the folders of the cases by name; {} without onnx, or for a release without cases."""
     try:
         import onnx
     except ImportError:
@@ -48,7 +48,7 @@ needs_cases = pytest.mark.skipif(
 
 
 def tensors(name: str, kind: str) -> list[np.ndarray]:
-    """The inputs or the outputs of a case, in order."""
+    """Return the inputs or the outputs of a case, in order."""
     import onnx
 
     folder = FOLDERS[name] / "test_data_set_0"
@@ -57,7 +57,7 @@ def tensors(name: str, kind: str) -> list[np.ndarray]:
 
 
 def failure(xp: ModuleType, name: str) -> str:
-    """Run one case by the adapter; what is wrong, or nothing."""
+    """Run one case by the adapter; return what is wrong, or ""."""
     import onnx
 
     (node,) = onnx.load(FOLDERS[name] / "model.onnx").graph.node
@@ -124,7 +124,7 @@ def by_the_text(
     left: int,
     right: int,
 ) -> np.ndarray:
-    """Y of 4-D inputs in float64; rows that see nothing are 0."""
+    """Return Y of 4-D inputs in float64; rows that see nothing are 0."""
     if past is not None:
         K, V = (np.concatenate(pair, 2) for pair in zip(past, (K, V), strict=True))
     (batch, heads, rows, d), (_, heads_kv, keys, _) = Q.shape, K.shape
@@ -161,7 +161,7 @@ def by_the_text(
 def masks(
     rng: np.random.Generator, batch: int, heads: int, rows: int, keys: int
 ) -> Iterator[np.ndarray | None]:
-    """No mask, and float and bool ones of one to four axes."""
+    """Yield None, and float and bool masks of one to four axes."""
     yield None
     full = (batch, heads, rows, keys)
     for shape in (full, (batch, 1, rows, keys), full[1:], (1, rows, keys), full[2:], full[3:]):
@@ -173,7 +173,7 @@ def masks(
 
 @given(data=st.data())
 def test_visibility_is_the_operators(data: st.DataObject) -> None:
-    """Windows, causality and masks, with the three kinds of offsets."""
+    """Windows, causality and masks hide what the operator's text hides, at all kinds of offsets."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
     batch, heads_kv, group = 2, 2, data.draw(st.sampled_from((1, 2)))
     rows, keys, past_keys = (data.draw(st.integers(1, 5)) for _ in range(3))
@@ -204,7 +204,7 @@ def test_visibility_is_the_operators(data: st.DataObject) -> None:
 
 
 def both_layouts(dtype: Any, attributes: dict[str, Any]) -> tuple[onnx_adapter.Outputs, ...]:
-    """One call in both layouts."""
+    """Return the results of one call in both layouts."""
     rng = np.random.default_rng(5)
     Q, K, V = (rng.standard_normal((2, h, n, 6)).astype(dtype) for h, n in ((4, 5), (2, 7), (2, 7)))
     packed = (a.swapaxes(1, 2).reshape(2, a.shape[2], -1) for a in (Q, K, V))
@@ -232,7 +232,7 @@ def test_both_layouts_and_every_stage_of_scores(mode: int) -> None:
 
 
 def test_softmax_precision_is_a_lower_bound() -> None:
-    """Double is honoured for float32 inputs; less than float32 is never used."""
+    """A softmax in double is computed for float32 inputs, and less than float32 never."""
     single, _ = both_layouts(np.float32, {})
     double, _ = both_layouts(np.float32, {"softmax_precision": 11})
     half, _ = both_layouts(np.float32, {"softmax_precision": 10})

@@ -1,4 +1,4 @@
-"""Are q, k and v of different dtypes served in the one they promote to, gradients in their own?"""
+"""Are q, k and v of different dtypes computed in one dtype, with gradients in their own?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support import memory
 from support.problems import FIELDS, calls, limits_of, make_call, run
 
 FLOATS = (np.float16, bfloat16, np.float32, np.float64)
-#: Every three dtypes that promote and are not one.
+#: All triples of dtypes that promote and are not all equal.
 MIXED = tuple(
     dtypes
     for dtypes in itertools.product(FLOATS, repeat=3)
@@ -30,7 +30,7 @@ MIXED = tuple(
 PAIRS = tuple(d for d in MIXED if len(set(d)) == 2)
 
 
-#: Of q, k and v; these two have one head for the three of q.
+#: Shapes of q, k and v; k and v have one head for the three of q.
 SHAPES = ((2, 3, 33, 40), (1, 40, 40), (1, 40, 24))
 
 
@@ -72,7 +72,7 @@ def test_packed_gradients(xp: ModuleType, dtypes: tuple[Any, ...]) -> None:
         assert not gradient[:, 45:].any()
 
 
-#: Of each width: an operand that is promoted beside one that is not.
+#: For each width, an operand that is promoted beside an operand that is not.
 FEW = (
     (np.float16, np.float32, np.float32), (np.float32, bfloat16, np.float64),
     (np.float64, np.float64, np.float16), (np.float32, np.float16, np.float32),
@@ -81,7 +81,7 @@ FEW = (
 
 @pytest.mark.parametrize("dtypes", FEW, ids=ids)
 def test_axes(xp: ModuleType, dtypes: tuple[Any, ...]) -> None:
-    """Rows before heads, features before rows."""
+    """Axes orders work with mixed dtypes: rows before heads, features before rows."""
     shapes = ((2, 3, 33, 40), (2, 3, 40, 40), (2, 3, 40, 24))
     axes = ((-3, -1), (-1, -2), (-3, -1), (-1, -3))
     call = make_call("normal", 0, dtypes, *shapes, axes=axes)
@@ -96,7 +96,7 @@ def test_axes(xp: ModuleType, dtypes: tuple[Any, ...]) -> None:
 def test_groups_and_gradients_of_options(
     xp: ModuleType, dtypes: tuple[Any, ...], with_out: bool
 ) -> None:
-    """Each option of a dtype of its own, too."""
+    """Gradients of groups and options are right, each option with a dtype of its own."""
     rng = np.random.default_rng(1)
     options = {
         "enable_gqa": True,
@@ -118,7 +118,7 @@ def test_groups_and_gradients_of_options(
 
 @pytest.mark.parametrize("dtypes", FEW, ids=ids)
 def test_out_is_of_the_promoted_dtype(xp: ModuleType, dtypes: tuple[Any, ...]) -> None:
-    """Whichever operand has a dtype of its own: that one is refused, and nothing is written."""
+    """An out of another dtype than the promoted one is refused, and nothing is written to it."""
     call = make_call("normal", 0, dtypes, *SHAPES)
     q, k, v = (memory.to_device(xp, call.array(name)) for name in ("q", "k", "v"))
     shape = (2, 3, 33, 24)
@@ -141,7 +141,7 @@ def test_out_is_of_the_promoted_dtype(xp: ModuleType, dtypes: tuple[Any, ...]) -
 def test_saved_arrays_of_other_dtypes_are_read_as_what_they_hold(
     xp: ModuleType, dtypes: tuple[Any, ...], name: str
 ) -> None:
-    """Numbers that every dtype has: the gradients are those of the dtype that is expected."""
+    """Saved arrays of other dtypes give the same gradients, if they hold the same numbers."""
     call = make_call("normal", 0, dtypes, (2, 33, 40), (2, 40, 40), (2, 40, 24))
     q, k, v = (memory.to_device(xp, call.array(name)) for name in ("q", "k", "v"))
     rng = np.random.default_rng(0)
@@ -189,7 +189,7 @@ def test_weights_and_logsumexp(xp: ModuleType, dtypes: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
 def test_float64_is_rounded_once(xp: ModuleType, dtype: Any) -> None:
-    """Just beyond a tie of 16 bits, which float32 would make a tie."""
+    """float64 just beyond a tie of 16 bits is rounded once; by way of float32 it would be a tie."""
     ulp = 2.0**-10 if dtype is np.float16 else 2.0**-7
     beyond = np.array([1 + ulp / 2 + 2.0**-40, 1 + 1.5 * ulp - 2.0**-40, 1e300, -1e300, np.nan])
     expected = np.array([1 + ulp, 1 + ulp, np.inf, -np.inf, np.nan])
@@ -210,7 +210,7 @@ def test_only_what_has_another_dtype_is_copied() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
 def test_a_gradient_in_float64_is_rounded_once(dtype: Any, packed: bool) -> None:
-    """One query gives all its weight to one key: dv is dout, just beyond a tie of 16 bits."""
+    """dv, here dout just beyond a tie of 16 bits as one key has all weight, is rounded once."""
     ulp = float(finfo(dtype).eps)
     zero, dout = np.zeros((1, 1)), np.array([[1 + ulp / 2 + 2.0**-40]])
     ends = [[0, 1], [0, 1]] if packed else []
@@ -235,7 +235,7 @@ def test_mixed_dtypes_are_drawn() -> None:
 
 
 def test_the_dtype_of_every_buffer_that_kernels_write() -> None:
-    """Without a GPU: what is launched is never given a narrower array than kernels write."""
+    """No launch gets a gradient array of another dtype than kernels write; needs no GPU."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
     from cuflash._launch import plan
     from support.recorded_launches import recorded_launches
@@ -262,7 +262,7 @@ def test_the_dtype_of_every_buffer_that_kernels_write() -> None:
 
 @pytest.mark.parametrize("dtypes", FEW, ids=ids)
 def test_a_capture_takes_one_dtype(dtypes: tuple[Any, ...]) -> None:
-    """Without a GPU: copies of operands and gradients need memory, which a graph cannot have."""
+    """A capture refuses mixed dtypes, whose copies need memory; needs no GPU."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
     from support.recorded_launches import recorded_launches
 

@@ -24,7 +24,7 @@ Q, K, V = np.random.default_rng(0).standard_normal((3, 6, 4))
 
 
 class Changing:
-    """A number that changes in place: hashable by identity, as a tensor of torch is."""
+    """A number that changes in place and hashes by identity, as a tensor of torch does."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -34,7 +34,7 @@ class Changing:
 
 
 class ChangingInt(Changing):
-    """The same, an integer."""
+    """An integer that changes in place."""
 
     def __index__(self) -> int:
         return int(self.value)
@@ -54,13 +54,13 @@ class Pair(tuple):
 
 
 class HashableArray(np.ndarray):
-    """An array that is hashable by identity, as arrays of other libraries are."""
+    """An array that hashes by identity, as arrays of other libraries do."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
 
-#: option: a value that changes in place, what changes it, and the rest of the call.
+#: option -> makes a value, changes it in place, and the rest of the call
 CHANGING: dict[str, tuple[Callable[[], object], Callable[[object], None], dict[str, object]]] = {
     "scale": (lambda: Changing(0.5), lambda x: vars(x).update(value=2.0), {}),
     "softcap": (lambda: Changing(0.5), lambda x: vars(x).update(value=2.0), {}),
@@ -85,7 +85,7 @@ def test_a_value_that_changes_in_place_is_read_by_every_call(name):
 
 @pytest.mark.parametrize("name", ["bias", "mask", "alibi_slopes", "sink", "segment_ids"])
 def test_no_cache_keeps_an_array_alive(name):
-    """A thousand foreign arrays, hashable by identity, would be a thousand arrays of memory."""
+    """No cache keeps arrays alive that hash by identity: a thousand calls would keep a thousand."""
     shape = {"bias": (6, 6), "mask": (6, 6), "segment_ids": (6,)}.get(name, ())
     dtype = {"mask": bool, "segment_ids": int}.get(name, float)
     array = np.ones(shape, dtype).view(HashableArray)
@@ -100,7 +100,7 @@ VALUES = (int, float, bool, str, type(None), np.float64, np.int64, np.bool_)
 
 
 def of_any_kind():
-    """Values that options take, of builtin types and others, and others that they refuse."""
+    """Return values of builtin and other types that options take, and values that they refuse."""
     array = np.ones((), np.int64)
     numbers = [0, 1, True, 1.0, 0.25, "top_left", None, np.float64(0.25), np.int64(1), np.bool_(1)]
     others = [Changing(1), ChangingInt(1), NamedInt(1), array, array.view(HashableArray), object()]
@@ -110,7 +110,7 @@ def of_any_kind():
 
 @pytest.mark.parametrize("name", OPTION_NAMES)
 def test_options_of_values_alone_are_cached(name):
-    """What is cached hashes and compares by value, and cannot change."""
+    """Options are cached if all values are of types that compare by value and cannot change."""
     cached = 0
     for value in of_any_kind():
         given = {"seed": 1, name: value}
@@ -126,7 +126,7 @@ def test_options_of_values_alone_are_cached(name):
 
 
 def test_equal_values_of_other_types_are_other_calls():
-    """1 == True == 1.0, alone and in a window."""
+    """A value that equals a cached one but has another type is refused: 1 == True == 1.0."""
     for first, second in (
         ({"window": (1, 0)}, {"window": (True, 0)}),
         ({"window": (1, 0)}, {"window": (1.0, 0)}),
@@ -155,7 +155,7 @@ SOME = [
 
 @pytest.mark.parametrize("options", SOME, ids=str)
 def test_pickled_options_are_the_same_in_another_process(options):
-    """Hashes of texts differ between processes: the hash of options is made where they are."""
+    """Unpickled options are equal and hash alike, though hashes of strings differ by process."""
     program = (
         "import pickle, sys; import cuflash;"
         "given = pickle.loads(bytes.fromhex(sys.argv[1]));"
@@ -179,7 +179,7 @@ def test_copies_of_options_are_options(copied):
     bias, ids = np.ones((6, 6)), np.zeros(6, int)
     options = Options(bias=bias, segment_ids=(ids, ids))
     again = copied(options)
-    assert (again == options) is (again.bias is bias)  # equal options have the same arrays
+    assert (again == options) is (again.bias is bias)  # arrays compare by identity
     assert list(again.arrays) == list(options.arrays)
     assert again.arrays["bias"] is again.bias
     for name, array in options.arrays.items():

@@ -1,4 +1,4 @@
-"""Is the device of the arrays current while a call runs? Without a device: a CuPy that notes it."""
+"""Is the device of the arrays current while a call runs? A simulated CuPy notes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cuflash import _arrays
 
 
 class Foreign:
-    """An array of another library: kind 2 is CUDA, 1 the host."""
+    """An array of another library, of DLPack kind 2 (CUDA) or 1 (the host)."""
 
     def __init__(self, kind: int, device: int) -> None:
         self.where = kind, device
@@ -26,7 +26,7 @@ class Foreign:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Devices that are current, the last one now."""
+    """Return the stack of current devices, the last one current now."""
     stack = [0]
 
     @contextlib.contextmanager
@@ -72,7 +72,7 @@ def test_arrays_by_name_decide_as_well(current: list[int]) -> None:
 def test_every_function_takes_its_arrays_where_they_lie(
     current: list[int], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The first that becomes an array of CuPy does so there."""
+    """Every function converts its first array to CuPy on the device of that array."""
 
     def taken(array: object) -> None:
         raise BufferError(current[-1])

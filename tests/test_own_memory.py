@@ -1,9 +1,9 @@
-"""May memory that the library asks for hold anything, and does it keep within what it is given?
+"""May memory that cuflash allocates hold anything, and does a call stay within what it is given?
 
-What a call allocates, workspaces above all, is filled before the call sees it: with bytes that are
-NaN in every format, then with bytes of a large number. A kernel that reads what nobody wrote gives
-NaN, or other bits the second time. The calls are those of `test_every_kernel`, whose results the
-error budget judges there, and some whose workspaces only a part of the kernels' tiles writes.
+What a call allocates, workspaces above all, is filled before the call: with bytes that are NaN in
+every format, then with bytes of a large number. A kernel that reads unwritten memory gives NaN, or
+other bits the second time. The calls are those of `test_every_kernel`, where the error budget
+checks their results, and calls whose workspaces are written by some tiles only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from support.problems import Call, Results, make_call, run
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.own_memory]
 
-#: NaN in every format; 3156 in float32, 5.3 in float16, far beyond any array as an index.
+#: NaN in every format. 3156 in float32 and 5.3 in float16, and as an index far beyond any array.
 FILLINGS = (0xFF, 0x45)
 HEAD_DIMS = every.HEAD_DIMS | {"hopper 256": (256, 256)}
 ALIGNED = Placement.dense(4, lead=64)
@@ -32,7 +32,7 @@ ALIGNED = Placement.dense(4, lead=64)
 
 @contextmanager
 def memory_full_of(byte: int) -> Iterator[list[int]]:
-    """Let CuPy allocate memory whose bytes are all ``byte``; yields the sizes asked for."""
+    """Let CuPy allocate memory with all bytes equal to ``byte``; yield the sizes asked for."""
     pool, sizes = cupy.cuda.MemoryPool(), []
 
     def filled(size: int) -> Any:
@@ -69,7 +69,7 @@ def test_every_kernel(kernel: str, name: str) -> None:
 
 
 def beside(kernel: str, rows: int, keys: int, **options: Any) -> Call:
-    """A call of Hopper's arrays, or the portable kernels'."""
+    """Return a call with arrays for Hopper's kernels, or for the portable kernels."""
     d, d_v = HEAD_DIMS[kernel]
     dtype = np.float32 if "float32" in kernel else np.float16
     shapes = (2, 3, rows, d), (2, 3, keys, d), (2, 3, keys, d_v)
@@ -106,7 +106,7 @@ def test_tiles_that_nothing_reaches(
 @pytest.mark.parametrize("head_dim", [3, 64])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_wider_elements(dtype: Any, head_dim: int, segments: bool) -> None:
-    """Kernels of their own on Hopper, and for narrow heads."""
+    """float32 and float64 read no unwritten memory; narrow heads and Hopper have other kernels."""
     rng = np.random.default_rng(5)
     options = {
         "causal": True, "alibi_slopes": rng.random(3).astype(np.float32),
@@ -125,7 +125,7 @@ def test_wider_elements(dtype: Any, head_dim: int, segments: bool) -> None:
 
 @pytest.mark.parametrize("kernel", ["hopper", "hopper 64", "hopper 256"])
 def test_sums_of_dq_in_any_order(kernel: str) -> None:
-    """Bits may differ: every result stays within the budget."""
+    """Unordered sums of dq are within the budget in any memory, though their bits may differ."""
     call = beside(kernel, 300, 410, causal=True).but(deterministic=False)
     for byte in FILLINGS:
         with memory_full_of(byte):
@@ -136,7 +136,7 @@ def test_sums_of_dq_in_any_order(kernel: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"segments": True}], ids=str)
 @pytest.mark.parametrize("head_dim", [36, 64, 128])
 def test_a_given_workspace_is_not_left(head_dim: int, options: dict[str, Any]) -> None:
-    """Guard bands round workspaces of the size asked for, at the least alignment."""
+    """A call writes inside a workspace of the size asked for, at the least alignment."""
     given = dict(options)
     if given.pop("segments", False):
         ids = np.sort(np.random.default_rng(0).integers(0, 5, (2, 300)))

@@ -1,4 +1,4 @@
-"""Do the boxes of the copy engine bring the keys that a table puts in order? On the host."""
+"""Do the boxes of the copy engine load the keys in the order of the page table? On the host."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOST_TEXTS = tuple((f"ptx/{n}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for n 
 
 
 class PagedCall:
-    """Queries over keys in pages that lie in any order, as Hopper's kernel is launched."""
+    """Queries over keys in pages in any order, as Hopper's kernel is launched for them."""
 
     def __init__(self, size: int, head_dim: int, *, heads_last: bool) -> None:
         rng, columns = np.random.default_rng(size), COLUMNS // size
@@ -107,7 +107,7 @@ def test_boxes_are_the_keys_in_order(
 
 
 def compiled(config: Any, folder: Path) -> Any:
-    """The probe for a configuration, by a C++ compiler."""
+    """Return the probe for a configuration, compiled by a C++ compiler."""
     text = flatten(SUPPORT / "page_boxes.cu", (*HOST_TEXTS, *config.texts()))
     source, library = folder / "probe.cpp", folder / "probe.so"
     source.write_text(f'#include "{SUPPORT}/host_kernel.h"\n{text}')
@@ -119,7 +119,7 @@ def compiled(config: Any, folder: Path) -> Any:
 def bring(
     tile: np.ndarray, to: int, pages: np.ndarray, layout: Any, coordinates: tuple[int, ...]
 ) -> None:
-    """What the copy engine does with a box of a map: beyond the array there are zeros."""
+    """Copy a box of a tensor map as the copy engine does: with zeros outside the array."""
     steps = (pages.itemsize, *layout.strides)
     panel, row = divmod(to // 128, tile.shape[1])
     assert row % 8 == 0, "an atom of the swizzle has eight rows"

@@ -19,7 +19,7 @@ HEADS, HEADS_KV = 4, 2
 
 
 class Paged:
-    """A drawn call: pages in any order, some shared, and the same keys in order."""
+    """A drawn call: pages in any order, some of them shared, and the same keys in order."""
 
     def __init__(
         self, seed: int, size: int, columns: int, rows: int, dtype: Any, d: int = 6
@@ -31,12 +31,12 @@ class Paged:
         self.k_pages = rng.standard_normal((pages, HEADS_KV, size, d)).astype(dtype)
         self.v_pages = rng.standard_normal((pages, HEADS_KV, size, d - 1)).astype(dtype)
         self.table = rng.integers(0, pages, (self.sequences, columns)).astype(np.int32)
-        # Of sequences behind each other with one length the CPU path makes one call.
+        # The CPU path makes one call of neighbouring sequences with equal lengths.
         kinds = rng.integers(0, columns * size + 1, self.sequences)
         self.lengths = kinds[rng.integers(0, 2, self.sequences)]
 
     def in_order(self, pages: np.ndarray) -> np.ndarray:
-        """The keys of each sequence, page by page."""
+        """Return the keys of each sequence, page by page."""
         each = [np.concatenate([*pages[row]], axis=-2) for row in self.table]
         return np.stack(each)
 
@@ -116,7 +116,7 @@ def test_extents_of_0(empty: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("kind", ["causal", "every"])
 def test_long_sequences_change_no_bit(kind: str) -> None:
-    """Of which the CPU path copies what the length needs."""
+    """Long sequences change no bit, although the CPU path copies only what lengths need."""
     call = Paged(1, 100, 130, 3, np.float32)
     call.lengths[:] = 12, 4097, 13000
     options = call.options(kind)
@@ -149,19 +149,19 @@ def test_the_reference_puts_pages_in_order(kind: str) -> None:
 
 
 def test_the_last_query_sees_the_last_key() -> None:
-    """By hand: two sequences of 3 and 1 keys in pages of 2, all scores equal."""
+    """Two sequences of 3 and 1 keys in pages of 2, with equal scores, give the means by hand."""
     q = np.zeros((2, 1, 2, 1))
     v_pages = np.array([[[[1.0], [2.0]]], [[[10.0], [99.0]]], [[[5.0], [99.0]]]])
     out = cuflash.attention_paged(
         q, np.zeros_like(v_pages), v_pages, np.array([[0, 1], [2, 0]]), [3, 1], causal=True
     )
-    # Rows of sequence 0 see keys 0..1 and 0..2; of sequence 1 nothing, and key 0.
+    # Rows of sequence 0 see keys 0..1 and 0..2. Rows of sequence 1 see nothing, and key 0.
     np.testing.assert_allclose(out[..., 0], [[[1.5, 13 / 3]], [[0, 5]]])
 
 
 @given(call=drawn)
 def test_other_axes_are_the_same_call(call: Paged) -> None:
-    """(sequences, m, heads, d) and pages (pages, page_size, heads, d)."""
+    """(sequences, m, heads, d) and pages (pages, page_size, heads, d) give the same results."""
     q, k_pages, v_pages, *rest = call.arrays()
     turned = [np.ascontiguousarray(a.swapaxes(1, 2)) for a in (q, k_pages, v_pages)]
     axes = [(-3, -1)] * 4
@@ -171,14 +171,14 @@ def test_other_axes_are_the_same_call(call: Paged) -> None:
     np.testing.assert_array_equal(found.swapaxes(1, 2), expected)
     definition = reference.attention_paged(*turned, *rest, axes=axes, **options)
     assert definition.shape == found.shape
-    axes = [*axes[:3], (0, 2)]  # of out (m, sequences, d_v, heads)
+    axes = [*axes[:3], (0, 2)]  # out is (m, sequences, d_v, heads)
     found = cuflash.attention_paged(*turned, *rest, axes=axes, **options)
     np.testing.assert_array_equal(found.transpose(1, 3, 0, 2), expected)
 
 
 @given(call=drawn)
 def test_what_lies_beyond_the_lengths_changes_no_bit(call: Paged) -> None:
-    """NaN in rows that no sequence has, and numbers of pages that do not exist."""
+    """Unused rows of NaN, and page numbers beyond the lengths that do not exist, change no bit."""
     expected = cuflash.attention_paged(*call.arrays(), enable_gqa=True, causal=True)
     used = np.zeros((len(call.k_pages), call.size), bool)
     for row, length in zip(call.table, call.lengths, strict=True):
@@ -205,7 +205,7 @@ def test_results_are_written_where_they_are_to_go() -> None:
 
 @pytest.mark.parametrize("lengths", [(5, 5, 5), (5, 5, 7)])
 def test_a_formula_that_raises_leaves_out_as_it_was(lengths: tuple[int, ...]) -> None:
-    """Of a sequence that is computed after others, and after one of the same length."""
+    """A formula that raises leaves out unchanged, though other sequences were computed before."""
     call = Paged(5, 4, 3, 2, np.float64)
     call.lengths[:] = lengths
 
@@ -296,7 +296,7 @@ def test_the_size_of_a_workspace_is_checked_as_the_call_is() -> None:
 @pytest.mark.parametrize("kind", ["none", "causal", "every"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_pages_on_a_gpu(kind: str, dtype: Any) -> None:
-    """Numbers and lengths live on the device, and numbers of no page are clamped."""
+    """On a GPU page numbers and lengths stay on the device, and numbers of no page are clamped."""
     import cupy
 
     call = Paged(7, 16, 4, 5, dtype)

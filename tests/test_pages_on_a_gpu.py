@@ -1,4 +1,4 @@
-"""Do pages on a GPU have the bits of keys in order, and does one captured step generate?"""
+"""Do pages on a GPU have the bits of keys in order, and can one captured step generate?"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def on_device(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def poison_what_is_not_used(call: Paged) -> None:
-    """NaN in rows that no sequence has, and numbers of no page beyond the lengths."""
+    """Write NaN to unused rows, and numbers of no page beyond the lengths."""
     used = np.zeros((len(call.k_pages), call.size), bool)
     for row, length in zip(call.table, call.lengths, strict=True):
         for n in range(length):
@@ -60,10 +60,10 @@ def test_pages_have_the_bits_of_keys_in_order(
     monkeypatch: pytest.MonkeyPatch,
     dtype: Any, d: int, size: int, keys: int, rows: int, kind: str,
 ) -> None:  # fmt: skip
-    """Where kernel, tile and parts are the same: keys in order are split as those in pages are.
+    """Pages have the bits of keys in order where kernel, tile and number of splits are the same.
 
-    They are by themselves in clusters; elsewhere few queries of 512 to 2047 keys have parts in
-    pages alone.
+    Clusters have the same splits in both cases. Without clusters, few queries of 512 to 2047 keys
+    are split in pages only, so that keys in order are split here, too.
     """
     bounds = split_keys.BOUNDS
     monkeypatch.setattr(split_keys, "BOUNDS", bounds._replace(fewest=bounds.fewest_in_pages))
@@ -155,7 +155,7 @@ def captured(step: Any) -> Any:
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize(("sequences", "most"), [(1, 100), (64, 100), (3, 5000)])
 def test_replays_of_one_step_are_the_steps(dtype: Any, sequences: int, most: int) -> None:
-    """Across pages; some of the last steps find a full cache."""
+    """Replays equal single steps across pages, also at the end, where some caches are full."""
     plain, replayed = (Generation(sequences, dtype, most) for _ in range(2))
     for own in (plain, replayed):
         own.step()  # compiles
@@ -172,7 +172,7 @@ def test_replays_of_one_step_are_the_steps(dtype: Any, sequences: int, most: int
 
 
 def test_a_graph_forks_rewinds_and_frees() -> None:
-    """A page that is shared is copied by the replay that adds a key to it."""
+    """A replay forks, rewinds and frees; it copies a shared page before it adds a key to it."""
     own, other = (Generation(4, np.float32, 60, size=4) for _ in range(2))
     parents, kept = cupy.asarray([1, 1, -1, 3]), cupy.asarray([40, 3, 0, 2])
 
@@ -217,12 +217,12 @@ def test_what_would_allocate_in_a_capture_is_named(argument: str, call: Any) -> 
     generation.wide_table = generation.cache.page_table.astype(np.int64)
     generation.narrow = cupy.zeros(1, np.int8)
     generation.step()
-    call(generation)  # outside of a capture
+    call(generation)  # works outside of a capture
 
     def inside() -> None:
         with pytest.raises(RuntimeError, match=f"^{argument}: nothing can be allocated"):
             call(generation)
-        generation.q.fill(0)  # a graph of nothing
+        generation.q.fill(0)  # gives the graph a node
 
     captured(inside)
 

@@ -1,4 +1,4 @@
-"""Do kernels that read pages give the bits of the keys in order? Run by a C++ compiler."""
+"""Do kernels that read pages give the bits of keys in order? Run by a C++ compiler."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def of_pages(call: Paged, options: cuflash.Options) -> list[bytes]:
 
 
 def in_pages_of(call: Paged, options: cuflash.Options) -> tuple[Problem, Any]:
-    """As `attention_paged` describes it on a GPU, with a table in strides of its own."""
+    """Return the problem and arrays of `attention_paged` on a GPU, with a table that is strided."""
     table = np.repeat(call.table, 2, axis=1)[:, ::2]
     given = paged._native(call.q, call.k_pages, call.v_pages, table)
     options = replace(options, kv_lengths=None)
@@ -76,7 +76,7 @@ def check(call: Paged, kind: str) -> None:
     "kind", [k if k == "every" else pytest.param(k, marks=pytest.mark.full) for k in KINDS]
 )
 def test_options(device: HostDevice, kind: str) -> None:
-    """NaN in rows that no sequence has, and numbers of no page beyond the lengths."""
+    """Options have the bits of keys in order, with NaN in unused rows and numbers of no page."""
     check(Paged(7, 16, 9, 3, np.float16), kind)
     assert device.launched == ["cuflash_forward_sm80"] * 2 or kind in ("segment_ids", "every")
 
@@ -136,7 +136,7 @@ def test_clusters_have_the_same_parts_in_order_and_in_pages(keys: int) -> None:
 def test_without_clusters_few_queries_of_512_to_2047_keys_have_other_parts_in_order(
     rows: int, keys: int, in_order: int, in_pages: int
 ) -> None:
-    """With the tile of the pages."""
+    """Few queries of 512 to 2047 keys are split in pages only, with the same tile."""
     call = Paged(7, 16, keys // 16, rows, bfloat16, d=64)
     options = cuflash.Options(enable_gqa=True, kv_lengths=call.lengths[:, None])
     own = hardware.typical("sm_90")._replace(tensor_maps=False)
@@ -147,7 +147,7 @@ def test_without_clusters_few_queries_of_512_to_2047_keys_have_other_parts_in_or
 
 @pytest.mark.usefixtures("device")
 def test_rows_that_are_computed_pair_by_pair() -> None:
-    """A value that is not finite is that of key 88: the first two of four rows do not see it."""
+    """Rows that see a NaN (key 88, hidden from two of four rows) have the bits of keys in order."""
     call = Paged(11, 5, 20, 4, np.float16)
     call.lengths[:] = 90
     last = len(call.k_pages) - 1

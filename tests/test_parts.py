@@ -1,4 +1,4 @@
-"""Are the parts of the tests nested, does full hold everything, and is what is left out said?"""
+"""Are the parts of the tests nested, does full hold everything, and is the rest reported?"""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def teardown_module(): print(f"<{len(EXAMPLES)} examples>")
 
 
 def test_each_part_holds_the_part_before_it():
-    """Of all tests that this run collected: of the whole suite, where the whole suite runs."""
+    """Each part holds the part before it, among all tests that this run collected."""
     quick, usual, full = (node_ids_of(parts.RUN.collected, part) for part in PARTS)
     assert quick <= usual <= full
     assert full == {item.nodeid for item in parts.RUN.collected}
 
 
 def test_every_file_has_a_test_in_the_usual_part():
-    """One that needs no GPU, but for files in which every test does."""
+    """The usual part has a test of every file that needs no GPU, if the file has any."""
     usual = node_ids_of(parts.RUN.collected, USUAL)
     files = itertools.groupby(parts.RUN.collected, key=lambda item: item.path)
     for path, items in files:

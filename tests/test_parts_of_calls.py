@@ -1,4 +1,4 @@
-"""Do parts of a call give what the whole gives: results that join others, and places in a whole?"""
+"""Do parts of a call give the results of the whole, when joined and at positions in the whole?"""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _striped():
 
 
 def exact(array):
-    """Return it on the host, in float64."""
+    """Return an array on the host, in float64."""
     return array.astype(np.float32).get().astype(np.float64)
 
 
@@ -70,13 +70,13 @@ def test_the_last_block_of_rows_is_known():
         ((2, 4), (2, 4), 0, True),
         ((2, 3, 2, 4), (1, 3, 2, 4), 0, True),
         ((2, 4), (2, 4), 1, False),  # off 16 bytes
-        ((2, 3, 2, 4), (1, 3, 1, 4), 0, False),  # four batch axes, and a tensor map has three
+        ((2, 3, 2, 4), (1, 3, 1, 4), 0, False),  # four batch axes; a tensor map has three
     ],
 )
 def test_whether_results_can_join_others_is_known_before(
     monkeypatch, batch_q, batch_k, first, joins
 ):
-    """Where the copy engine of Hopper cannot load an operand, no kernel joins them."""
+    """A call knows before launching whether its kernel joins results: Hopper must load operands."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
     from cuflash._launch import run
     from support.host_device import on_device
@@ -108,7 +108,7 @@ def test_whether_results_can_join_others_is_known_before(
     + [("full", 256, None), ("full", 128, 5), ("full", 128, 300), ("causal", 128, 300)],
 )
 def test_results_join_those_over_other_keys(name, head_dim, nan_at):
-    """In float32 and rounded; a row that sees a NaN, and no other, is NaN."""
+    """Joined results are exact in float32 and rounded, and NaN only in rows that see a NaN."""
     first, then, whole = (cuflash.Options(enable_gqa=True, **kw) for kw in OPTIONS[name])
     q, k, v = drawn(bfloat16, (4, 320, head_dim), (2, 384, head_dim), (2, 384, head_dim))
     if nan_at is not None:
@@ -156,7 +156,7 @@ def test_gradients_in_float32_are_those_that_are_rounded(name, head_dim):
     ("size", "method"), [(2, "ring"), (4, "all_gather"), (2, "ulysses"), (4, "usp")]
 )
 def test_dropout_of_ranks_has_the_bits_of_one_gpu(size, method, dtype):
-    """Values are a unit matrix: the output is the matrix of weights."""
+    """Ranks drop what one GPU drops: v is a unit matrix, so that out is the matrix of weights."""
     comm, length = distributed.simulated(size), 256
     q, k = drawn(dtype, (2, 4, length, 64), (2, 2, length, 64))
     v = (
@@ -178,7 +178,7 @@ def test_dropout_of_ranks_has_the_bits_of_one_gpu(size, method, dtype):
     ("size", "method"), [(2, "ring"), (4, "ring"), (2, "all_gather"), (4, "usp")]
 )
 def test_ranks_on_one_gpu(size, method, name):
-    """At most 1.15 times as far from the definition as one GPU, by root mean square."""
+    """Ranks err at most 1.15 times as much as one GPU, in root mean square."""
     options = {
         "full": {}, "causal": {"causal": True},
         "alibi": {"causal": True, "alibi_slopes": _cupy().asarray([0.5, 0.25, 0.125, 0.1])},

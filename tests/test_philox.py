@@ -17,7 +17,7 @@ from cuflash._problem.philox import Origin
 from cuflash._problem.problem import describe
 from support import memory
 
-# Known answers for philox4x32-7 of Random123, the library of its authors: counter, key, words.
+# Known answers for philox4x32-7 from its authors' library Random123: counter, key, words.
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
@@ -30,7 +30,7 @@ KNOWN = [
 
 
 def words(counter, key):
-    """Philox4x32-7 in Python integers, as in the paper."""
+    """Compute Philox4x32-7 in Python integers, as in the paper."""
     c, (k0, k1) = list(counter), key
     for _ in range(7):
         a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
@@ -40,7 +40,7 @@ def words(counter, key):
 
 
 def bits(entry, q, k, seed):
-    """The 16 bits of one score by the documented layout."""
+    """Return the 16 bits of one score in the documented layout."""
     counter = (4 * (k // 16) + k % 8 // 2, 8 * (q // 16) + q % 8, entry % 2**32, entry // 2**32)
     number = 4 * (q // 8 % 2) + 2 * (k // 8 % 2) + k % 2
     word = words(counter, (seed % 2**32, seed // 2**32))[number // 2]
@@ -68,7 +68,7 @@ def test_a_tile_holds_the_documented_bits(entry, first, extent, seed, p):
     for i, q in enumerate(range(rows.start, rows.stop)):
         for j, k in enumerate(range(cols.start, cols.stop)):
             assert kept[i, j] == (bits(entry, q, k, seed) >= round(65536 * p))
-    if kept.size:  # of no p that is drawn above are a score's bits the threshold
+    if kept.size:  # no p that is drawn above is equal to a score's bits
         edge = bits(entry, rows.start, cols.start, seed)
         on_the_edge, beyond = (
             philox.kept(np.array([entry]), rows, cols, n / 65536, seed, np)[0, 0, 0]
@@ -80,7 +80,7 @@ def test_a_tile_holds_the_documented_bits(entry, first, extent, seed, p):
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_scores_are_kept_at_the_rounded_rate(p):
-    """Binomial, rejected at 1e-9: 6.1 standard deviations."""
+    """The rate of kept scores is the rounded one (binomial, rejected at 1e-9: 6.1 sigma)."""
     kept = cuflash.dropout_mask((4, 256, 512), p, seed=3)
     rate = 1 - round(65536 * p) / 65536
     deviation = math.sqrt(rate * (1 - rate) / kept.size)
@@ -88,9 +88,10 @@ def test_scores_are_kept_at_the_rounded_rate(p):
 
 
 def test_every_bit_of_counter_and_key_changes_every_bit_of_the_words():
-    """Each flips half of the others': binomial, 24576 rates rejected at 1e-9 together.
+    """Each bit of counter and key flips half of the output's bits.
 
-    With a round less some rates are 21 standard deviations off.
+    24576 binomial rates are rejected at 1e-9 together. With a round less, some rates are 21
+    standard deviations off.
     """
     counters = 4096
     drawn = np.random.default_rng(0).integers(0, 2**32, (6, counters), dtype=np.uint64)
@@ -109,7 +110,7 @@ def test_every_bit_of_counter_and_key_changes_every_bit_of_the_words():
 
 @pytest.mark.parametrize("bits_of", [4, 8])
 def test_halves_of_words_are_uniform(bits_of):
-    """Chi-squared of the upper bits of each half, rejected at 1e-9; Wilson and Hilferty's cube."""
+    """Upper bits of halves are uniform (chi-squared at 1e-9, by Wilson and Hilferty's cube)."""
     counters = np.arange(1 << 18, dtype=np.uint64)
     zero = np.zeros(1, np.uint64)
     for word in philox._philox([counters % 512, counters // 512, zero, zero], (3, 0), np):
@@ -134,7 +135,7 @@ def test_neighbours_entries_and_seeds_are_independent():
 
 @pytest.mark.parametrize("dropout", [0.25, 0.3])
 def test_attention_drops_what_the_mask_says(dropout):
-    """Hand-made from the undropped probabilities; the CPU path's tiles have other edges."""
+    """The CPU path, whose tiles have other edges, drops those probabilities that the mask drops."""
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 2, 3, 300, 8))
     lse = cuflash.logsumexp(q, k, causal=True)
@@ -156,7 +157,7 @@ def test_the_mask_is_the_same_for_every_library(xp, shape):
 
 
 def named_rows(xp, lead, rows, columns, first):
-    """Row ``first + c`` has a 1 in column c; float32."""
+    """Return float32 rows in which row ``first + c`` has a 1 in column c."""
     return xp.zeros((*lead, 1, 1), np.float32) + xp.eye(rows, columns, -first, dtype=np.float32)
 
 
@@ -167,7 +168,7 @@ def named_rows(xp, lead, rows, columns, first):
      (np.float32, 3, 8), (np.float64, 8, 32)],
 )  # fmt: skip
 def test_every_weight_is_dropped_as_the_mask_says(xp, dtype, head_dim, head_dim_v, p):
-    """Weights are equal and each value names its key: out is not 0 where that key is kept."""
+    """out is not 0 where a key is kept: weights are equal, and each value names its key."""
     lead, rows, keys = (2, 3), 210, 160
     q, k = (xp.zeros((*lead, n, head_dim), np.float32).astype(dtype) for n in (rows, keys))
     expected = cuflash.dropout_mask((*lead, rows, keys), p, seed=2**40 + 3)
@@ -183,7 +184,7 @@ def test_every_weight_is_dropped_as_the_mask_says(xp, dtype, head_dim, head_dim_
     ("dtype", "head_dim"), [(np.float16, 128), (bfloat16, 36), (np.float32, 40)]
 )
 def test_the_gradient_drops_the_same_weights(xp, dtype, head_dim):
-    """Each row of dout names its query: dv is not 0 where that query keeps the key."""
+    """dv is not 0 where a query keeps the key: each row of dout names its query."""
     lead, rows, keys = (2, 3), 160, 210
     q, k = (xp.zeros((*lead, n, head_dim), np.float32).astype(dtype) for n in (rows, keys))
     expected = cuflash.dropout_mask((*lead, rows, keys), 0.3, seed=7)

@@ -1,4 +1,4 @@
-"""Do pictures show what was measured? Drawn, and read back from what was drawn."""
+"""Do pictures show what was measured? They are drawn, and read back from the drawing."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from benchmarks import sweep_pictures as pictures  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 SIMULATED = {"device": "simulated", "date": "today"}
-pytestmark = pytest.mark.filterwarnings("default")  # those of matplotlib
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of matplotlib
 
 
 @pytest.fixture
 def found(tmp_path, monkeypatch):
-    """Return a sweep of tiles, one of which fails in every way that it is tried."""
+    """Return a sweep of tiles, in which every configuration of one tile fails."""
     monkeypatch.setenv("SIMULATED_NAME", "NVIDIA H100 80GB HBM3")
     whole = space_of(block_m=(128, 192), num_q_stages=(1, 2), num_stages=(2, 3))
     wrong = {c.key: "wrong" for c in whole if c.key.startswith("128,48,")}
@@ -39,7 +39,7 @@ def texts(axes) -> list[str]:
 
 
 def reasons(whole, folder) -> list[str]:
-    """What a heat map says of tiles that are none."""
+    """Return what a heat map says in the places of tiles without a time."""
     found = tuning.sweep(WORK, whole, file=folder / "rows.jsonl", device_command=DEVICE)
     words = [" ".join(text.split()) for text in texts(pictures.heat_map(found).axes[0])]
     return [text for text in words if not text.isdigit()]
@@ -98,7 +98,7 @@ def test_a_roofline_marks_the_best_tile_of_each_length(found):
     axes = pictures.roofline([found, longer], levels).axes[0]
     circles, crosses = ([x for x in axes.lines if x.get_marker() == m and len(x.get_xdata()) == 2]
                         for m in "ox")  # fmt: skip
-    ((circle,), (cross,)) = circles, crosses  # one colour: a kernel at two lengths
+    ((circle,), (cross,)) = circles, crosses  # one colour: one kernel at two lengths
     best = [max(map(sweep.tflops, sweep.timed)) for sweep in (found, longer)]
     assert list(circle.get_ydata()) == list(cross.get_ydata()) == best
     assert max(best) <= 989.4
@@ -132,13 +132,13 @@ def test_speed_has_a_panel_for_each_head_size_and_mask():
     assert len(figure.axes) == len(head_dims) * len(masks) >= 2
     drawn = sum(len(line.get_xdata()) for axes in figure.axes for line in axes.lines)
     assert drawn == len(rows)
-    assert not any(row.get("seqlens") for row in rows)  # packed, of as many tokens
+    assert not any(row.get("seqlens") for row in rows)  # no packed sequences are drawn
     with pytest.raises(ValueError, match="no row with bytes"):
         of_benchmarks.memory(result)
 
 
 def lines_of_memory(sizes):
-    """The lines of a picture of two lengths, whose bytes are given at the first."""
+    """Return the lines of a picture of two lengths, with the bytes given at the first length."""
     rows = [
         {"impl": impl, "pass": "fwd", "bytes": size * n, "head_dim": 128, "causal": False,
          "seqlen_q": 1024 * n, "dtype": "bfloat16"}
@@ -171,7 +171,7 @@ def test_pictures_of_the_method_show_the_committed_counts():
     flop = 4 * 16 * 128 * np.square(moved.get_xdata(), dtype=float)
     np.testing.assert_allclose(per_byte.get_ydata(), flop / moved.get_ydata())
     unfused, ours = (line.get_ydata()[-1] for line in marks[memory])
-    assert unfused > 50 * ours  # 16,384 positions
+    assert unfused > 50 * ours  # at 16,384 positions
     (ends,) = (text.get_text() for text in memory.texts if "24 GB" in text.get_text())
     assert ends == "24 GB: unfused ends at 10,990"
 
@@ -183,9 +183,9 @@ def test_errors_of_8_bits_are_drawn_by_method():
     assert methods == list(float8.METHODS)
     assert len(by_family) == 5
     normal, outliers = by_family["normal"], by_family["outliers"]
-    assert normal[0] < normal[1] / 10  # bfloat16 and 8 bits
-    assert outliers[2] < outliers[1] / 1.2  # rotated or not
-    assert by_family["uniform"][5] > 5 * by_family["uniform"][3]  # one sum in tensor cores or two
+    assert normal[0] < normal[1] / 10  # bfloat16, 8 bits
+    assert outliers[2] < outliers[1] / 1.2  # rotated, not rotated
+    assert by_family["uniform"][5] > 5 * by_family["uniform"][3]  # one sum in tensor cores, two
 
 
 def test_movement_shows_the_model_and_the_counters(monkeypatch):
@@ -211,7 +211,7 @@ def test_files_are_the_same_every_time_also_by_a_cache_of_kernel_tuner(
     assert [path.name for path in files] == [f"rows-{kind}.png", f"rows-{kind}.svg"]
     assert files[0].read_bytes().startswith(b"\x89PNG")
     tuning.write_cache(found, tmp_path / "cache.json")
-    rows = source.rename(tmp_path / "rows.json")  # lines, whatever their name
+    rows = source.rename(tmp_path / "rows.json")  # rows in lines, whatever the name
     for again in (rows, tmp_path / "cache.json"):
         assert _cli.main(["plot", kind, str(again), "--out", str(tmp_path / "again")]) == 0
         for path in files:
@@ -253,7 +253,7 @@ def test_wrong_arguments_are_named(found, tmp_path, monkeypatch, capsys, words, 
 
 @pytest.mark.full
 def test_committed_pictures_are_drawn_from_committed_results(tmp_path):
-    """Byte for byte, where this is the matplotlib that drew them; tools/draw_pictures.py does."""
+    """tools/draw_pictures.py repeats the committed bytes, where matplotlib is the same version."""
     committed = {path.name: path for path in draw_pictures.PICTURES.glob("*.svg")}
     draw_pictures.draw(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(committed)

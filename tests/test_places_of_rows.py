@@ -1,4 +1,4 @@
-"""Do the bits of a row depend on where it lies among the others?
+"""Do the bits of a row depend on its place among the rows?
 
 A lane holds rows 8 apart, in registers whose products and sums a compiler may contract as it likes.
 """
@@ -16,7 +16,7 @@ from support.memory import to_device
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
-#: None of them knows which row it is asked for.
+#: Options that do not depend on a row's position.
 OPTIONS = ({}, {"softcap": 20.0}, {"sink": np.array([0.5, -1.0])})
 SIZES = ((3, 3), (40, 64), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
@@ -25,7 +25,7 @@ SIZES = ((3, 3), (40, 64), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("head_dims", SIZES, ids=str)
 def test_rows_keep_their_bits_wherever_they_lie(head_dims, dtype, options):
-    """Other registers of the same lane, other lanes, warps and tiles; other references, too."""
+    """Rows keep their bits in other registers, lanes, warps and tiles, beside other references."""
     d, d_v = head_dims
     call = problems.make_call(
         "normal_times_3", 5, dtype, (2, 300, d), (2, 333, d), (2, 333, d_v), options=options

@@ -1,4 +1,4 @@
-"""Is a known call recognised, and nothing else taken for it?"""
+"""Is a known call recognised, and no other call taken for it?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Array:
-    """What the library reads of an array on a GPU."""
+    """The attributes that cuflash reads from an array on a GPU."""
 
     shape: tuple[int, ...] = (2, 8, 4)
     strides: tuple[int, ...] = (64, 8, 2)
@@ -29,12 +29,12 @@ class Array:
 
 
 class OtherArray(Array):
-    """The same of another library."""
+    """The same attributes of an array of another library."""
 
 
 @pytest.fixture
 def known(monkeypatch):
-    """Return the result of three arrays whose call is known: their addresses."""
+    """Remember a call of three arrays, whose result is their addresses."""
     monkeypatch.setattr(plan_cache, "_plans", {})
     monkeypatch.setattr(plan_cache, "_kinds", set())
     plan_cache.remember(
@@ -97,7 +97,7 @@ def test_arrays_of_another_library_are_not_known():
 @pytest.mark.parametrize("which", range(3))
 def test_a_gradient_is_known_by_all_its_arrays(which):
     first, options = (Array(),) * 3, Options(causal=True)
-    assert plan_cache.recall(options, True, first, first) is None  # the forward is no gradient
+    assert plan_cache.recall(options, True, first, first) is None  # a forward is no gradient
     plan_cache.remember(lambda *addresses: addresses, options, True, first, first)
     assert plan_cache.recall(options, True, first, first) == (4096,) * 6
     other = list(first)
@@ -121,7 +121,7 @@ def test_calls_that_draw_or_ask_a_formula_stay_unknown(options, expected):
 
 
 def with_mask(mask: object, **plain: object) -> Options:
-    """Options with an array on a GPU, as the library sees one."""
+    """Return options with an array on a GPU, as cuflash sees it."""
     options = Options(mask=np.ones((8, 8), bool), **plain)
     object.__setattr__(options, "arrays", {"mask": mask})
     return options
@@ -160,7 +160,7 @@ def test_memory_is_bounded(monkeypatch):
 
 
 def test_a_plan_is_found_by_values_not_identities():
-    """The problem is described anew and equal; other strides of a result are another plan."""
+    """Equal problems that are described anew find their plan; other strides of out need another."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
     from cuflash._problem import problem
     from support.recorded_launches import recorded_launches
@@ -177,7 +177,7 @@ def test_a_plan_is_found_by_values_not_identities():
             assert not plan_cache._plans, "another table of tiles chooses anew"
 
 
-#: What a plain call has not: a value of each that every call refuses which is checked.
+#: Arguments that a plain call does not have, each with a value that a checked call refuses.
 REFUSED = {"axes": 3, "precision": "half", "deterministic": None, "workspace": 3, "config": 3}
 
 
@@ -204,7 +204,7 @@ def test_a_call_with_more_is_checked_although_the_plain_one_is_known(name):
 
 @pytest.mark.parametrize("own", ["bias", "sink", "segment_ids"])
 def test_a_known_call_launches_on_the_arrays_that_it_is_given(own, monkeypatch):
-    """Of its options too: the same kernels and pointers as a call that is checked."""
+    """A known call launches the kernels and pointers of a checked call, those of options too."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
     from cuflash._api import attention
     from cuflash._launch.kernel_launcher import KernelLauncher

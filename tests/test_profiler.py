@@ -1,4 +1,4 @@
-"""Are the bytes that ncu counted read rightly, and does the IO model predict them?"""
+"""Are the bytes that ncu counted read correctly, and does the IO model predict them?"""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_what_ncu_prints_is_read():
 WORK = Workload(1, 2, 2, 64, 64, 64, 64, "float16")
 PROGRAM = "benchmarks.profiler"
 GRADIENT = ["backward_delta", "backward_sm90", "backward_convert"]
-#: In place of ncu: keeps what it was asked, counts as many bytes as there are queries of a call; of
-#: a gradient that many of the first kernel, twice as many of the second.
+#: A simulated ncu, which stores its request. It counts as many bytes as a call has queries; for the
+#: kernels of a gradient once, twice and three times as many.
 STAND_IN = """#!{python}
 import json, pathlib, sys
 calls = json.load(sys.stdin)
@@ -66,7 +66,7 @@ for row in ["ID", "Kernel Name", *metrics], ["", "", *["byte"] * len(metrics)], 
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """A program called ncu; returns the file of what it is asked."""
+    """Install a simulated ncu, and return the file of its requests."""
     asked, program = tmp_path / "asked.json", tmp_path / "ncu"
     program.write_text(STAND_IN.format(python=sys.executable, asked=str(asked), gradient=GRADIENT))
     program.chmod(0o755)
@@ -101,13 +101,13 @@ def test_a_profiler_that_fails_is_said(stand_in, monkeypatch):
 
 
 def explained(capsys, *words):
-    """Exit status, standard output and standard error of ``explain --io --backward``."""
+    """Return exit status, stdout and stderr of ``explain --io --backward``."""
     status = _cli.main(["explain", "--no-compile", "--io", "--backward", *words])
     return status, *capsys.readouterr()
 
 
 def test_what_is_counted_stands_beside_the_model(capsys, monkeypatch, tmp_path):
-    """As on a device, whose counters say half of the model's for every kernel."""
+    """explain shows measured bytes beside the model, here half of the model's for every kernel."""
     monkeypatch.setattr(hardware, "present", lambda device=None: hardware.typical("sm_90"))
     monkeypatch.setenv("PATH", str(tmp_path))
     status, out, err = explained(capsys, "--json")
@@ -126,7 +126,7 @@ def test_what_is_counted_stands_beside_the_model(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(profiler, "gradient_bytes", gradient_bytes)
     status, text, err = explained(capsys, "--seqlen", "1024")
     assert (status, err, asked) == (0, "", [GRADIENT])
-    assert text.count("(0.500)") == 4 * 4  # three kernels and all of them
+    assert text.count("(0.500)") == 4 * 4  # three kernels and their sum
     total = json.loads(explained(capsys, "--seqlen", "1024", "--json")[1])["io_gradient"]["sum"]
     assert total["measured"]["processors to L2"] == total["stored"] / 2
 
@@ -141,7 +141,7 @@ def test_what_is_counted_stands_beside_the_model(capsys, monkeypatch, tmp_path):
     ],
 )
 def test_the_device_moves_what_the_model_predicts(words, own, names, capsys):
-    """Within 10 %; once in three, for other programs may move bytes while ncu counts."""
+    """Measured bytes are within 10 % of the model in one of three tries, beside other programs."""
     for _ in range(3):
         assert _cli.main(["explain", "--seqlen", "4096", "--io", "--json", *words]) == 0
         out, err = capsys.readouterr()

@@ -1,14 +1,14 @@
 """Which laws does attention obey, whatever the numbers?
 
 Each law relates a call to another whose result follows from the first. The oracle checks the second
-call against the first one's truth, carried over. On a GPU, where a row's bits depend on neither its
-neighbours nor the shape, the results are also compared bit for bit. On NumPy arrays a row's bits do
-not depend on its neighbours in the batch (P3, P4), but BLAS changes its order of summation with the
-shape of an entry: in the other laws the budget is what holds.
+call against the truth of the first, carried over. On a GPU, where a row's bits depend on neither
+its neighbours nor the shape, the results are also compared bit for bit. On NumPy arrays a row's
+bits do not depend on its neighbours in the batch (P3, P4), but BLAS changes its order of summation
+with the shape of an entry, so that the other laws hold there only within the budget.
 
-The numbers P1 to P26 are those of the list of properties in the project's verification plan. What
-dropout keeps depends on the places of batch entry, query and key, so laws that move these are drawn
-without it.
+P1 to P26 are the numbers of the properties in the project's verification plan. Which weights
+dropout keeps depends on the positions of batch entry, query and key, so that laws which move these
+are drawn without dropout.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def assert_follows(
 ) -> None:
     """Check that the results of ``derived`` are those of ``base``, carried over by ``move``.
 
-    ``move`` maps a result of base, by name ('out', 'lse', or an input for its gradient);
-    ``exact`` names the results that agree bit for bit where the order of summation is fixed, as it
-    is on NumPy arrays if the calls have the ``same_entries``.
+    ``move`` maps a result of base, by name ('out', 'lse', or an input for its gradient). ``exact``
+    names the results that agree bit for bit where the order of summation is fixed. On NumPy arrays
+    it is fixed if the calls have the ``same_entries``.
     """
     source, target = Budget(base), Budget(derived)
     result = run(xp, derived)
@@ -87,14 +87,14 @@ def assert_follows(
 
 
 def take(array: Any, axis: int, index: np.ndarray | slice, extent: int) -> Any:
-    """``array`` indexed along ``axis``, unless it is broadcast there."""
+    """Return ``array`` indexed along ``axis``, unless it is broadcast there."""
     if not isinstance(array, np.ndarray) or array.ndim < -axis or array.shape[axis] != extent:
         return array
     return array[(..., index, *(slice(None),) * (-axis - 1))]
 
 
 def option_map(call: Call, change: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """The options with ``change(name, value)``; the two of segment_ids have names of their own."""
+    """Return options of ``change(name, value)``; segment_ids_q and segment_ids_k are two names."""
     options = {n: change(n, value) for n, value in call.options.items() if n != "segment_ids"}
     if "segment_ids" in call.options:
         ids = zip(("segment_ids_q", "segment_ids_k"), call.options["segment_ids"], strict=True)
@@ -103,7 +103,7 @@ def option_map(call: Call, change: Callable[[str, Any], Any]) -> dict[str, Any]:
 
 
 def core_taken(call: Call, axis: int, index: np.ndarray | slice, extent: int) -> dict[str, Any]:
-    """The options, with those that have queries (axis -2) or keys (axis -1) indexed there."""
+    """Return the options, indexed along their queries (axis -2) or keys (axis -1)."""
     ids = {-2: "segment_ids_q", -1: "segment_ids_k"}[axis]
 
     def change(name: str, value: Any) -> Any:
@@ -149,7 +149,7 @@ def test_p2_order_of_queries(xp: ModuleType, data: st.DataObject) -> None:
 
 
 def on_batch(call: Call, axis: int, index: np.ndarray | slice) -> tuple[Call, Move]:
-    """The call with batch axis ``axis`` (counted from the last batch axis, < 0) indexed."""
+    """Return the call with batch axis ``axis`` indexed (< 0, counted from the last batch axis)."""
     extent = call.batch[axis]
     cores = {"bias": 2, "mask": 2, "segment_ids_q": 1, "segment_ids_k": 1}
     options = option_map(
@@ -225,7 +225,7 @@ def longer(array: np.ndarray, extra: int, value: float) -> np.ndarray:
 
 
 def wider(value: np.ndarray, extent: int, extra: int, fill: float) -> np.ndarray:
-    """An option array of core (m, n) with ``extra`` columns of ``fill``."""
+    """Append ``extra`` columns of ``fill`` to an option array of core (m, n)."""
     full = np.broadcast_to(value, (*value.shape[:-1], extent))
     tail = np.full((*value.shape[:-1], extra), fill).astype(value.dtype)
     return np.concatenate([full, tail], -1)
@@ -233,7 +233,7 @@ def wider(value: np.ndarray, extent: int, extra: int, fill: float) -> np.ndarray
 
 @given(data=st.data(), extra=st.sampled_from((1, 5, HOST_TILE, 70)))
 def test_p6_keys_beyond_the_length(xp: ModuleType, data: st.DataObject, extra: int) -> None:
-    """NaN keys and values that no length reaches change nothing."""
+    """NaN keys and values beyond every length change nothing."""
     base = data.draw(calls(limits_of(xp)))
     keys = base.k.shape[-2]
     base = base.with_options(kv_lengths=base.options.get("kv_lengths", keys))
@@ -290,7 +290,7 @@ def test_p7_scaled_values(xp: ModuleType, data: st.DataObject, power: int) -> No
     derived = base.but(v=base.v * base.v.dtype.type(factor))
     assert_follows(xp, base, derived, move, exact=("lse", "v"), same_entries=True)
     was, now = (run(xp, call, backward=False).out for call in (base, derived))
-    was[np.abs(was) < finfo(base.dtype).smallest_normal] = 0  # it has fewer bits than its multiple
+    was[np.abs(was) < finfo(base.dtype).smallest_normal] = 0  # subnormal numbers lose bits
     np.testing.assert_array_equal(move("out", was), np.where(was == 0, 0, now))
 
 
@@ -335,7 +335,7 @@ def test_p9_scale_moves_between_factors(xp: ModuleType, data: st.DataObject) -> 
 
 @given(data=st.data())
 def test_p10_grouped_heads(xp: ModuleType, data: st.DataObject) -> None:
-    """A group is consecutive query heads; it is repetition of the key/value head."""
+    """Grouped heads equal repeated key/value heads: a group is consecutive query heads."""
     derived = data.draw(
         calls(limits_of(xp), batches=((1,), (2,), (2, 3)), group_sizes=(2, 3), broadcast=False)
     )
@@ -357,7 +357,7 @@ def test_p10_grouped_heads(xp: ModuleType, data: st.DataObject) -> None:
 
 @given(data=st.data(), which=st.sampled_from(("head_dim", "head_dim_v")))
 def test_p11_padded_features(xp: ModuleType, data: st.DataObject, which: str) -> None:
-    """Bit for bit where the columns of a tile, which are padded anyway, are as many."""
+    """Zero features change nothing: bit for bit where the padded tiles have as many columns."""
     base = data.draw(calls(limits_of(xp)))
     base = base.with_options(scale=base.options.get("scale", 0.125))
     named = ("q", "k") if which == "head_dim" else ("v", "dout", "out")
@@ -375,7 +375,7 @@ def test_p11_padded_features(xp: ModuleType, data: st.DataObject, which: str) ->
 
 @given(data=st.data())
 def test_p12_causal_is_a_window(xp: ModuleType, data: st.DataObject) -> None:
-    """Bit for bit: causal is nothing but a right side of 0."""
+    """Causal has the bits of a window with a right side of 0."""
     drawn = data.draw(
         calls(limits_of(xp), options=("offset", "kv_lengths", "alibi_slopes", "sink", *EVERYWHERE))
     )
@@ -390,7 +390,7 @@ def test_p12_causal_is_a_window(xp: ModuleType, data: st.DataObject) -> None:
 
 @given(data=st.data(), by=st.sampled_from(("bias", "mask")))
 def test_p12_positions_are_a_mask(xp: ModuleType, data: st.DataObject, by: str) -> None:
-    """Causal with an offset and a window, written out as a mask or as a bias of -inf."""
+    """Causal with an offset and a window equals a mask, and a bias of -inf."""
     drawn = data.draw(calls(limits_of(xp), options=("scale", "softcap", "sink")))
     rows, keys = drawn.q.shape[-2], drawn.k.shape[-2]
     offset = data.draw(st.integers(-rows - 2, keys + 2))
@@ -415,7 +415,7 @@ def test_p12_segments_are_a_mask(xp: ModuleType, data: st.DataObject) -> None:
 
 @given(data=st.data())
 def test_p20_alibi_is_a_bias(xp: ModuleType, data: st.DataObject) -> None:
-    """Slopes of few bits, so that their products with distances are exact."""
+    """ALiBi equals a bias, with slopes of few bits, whose products with distances are exact."""
     drawn = data.draw(calls(limits_of(xp), options=("softcap", "mask", "sink", "alibi_slopes")))
     assume("alibi_slopes" in drawn.options)
     slopes = np.asarray(np.round(4 * drawn.options["alibi_slopes"].astype(np.float32)) / 4)
@@ -428,7 +428,7 @@ def test_p20_alibi_is_a_bias(xp: ModuleType, data: st.DataObject) -> None:
 
 @given(data=st.data())
 def test_p20_sink_is_a_key_without_a_value(xp: ModuleType, data: st.DataObject) -> None:
-    """One more key with a score given by the bias, and a value of 0."""
+    """A sink equals one more key with a value of 0 and a score given by the bias."""
     allowed = ("scale", "softcap", "bias", "mask", "sink")
     derived = data.draw(calls(limits_of(xp), options=allowed, families=("normal",)))
     assume("sink" in derived.options)
@@ -453,10 +453,10 @@ def test_p20_sink_is_a_key_without_a_value(xp: ModuleType, data: st.DataObject) 
 
 @given(data=st.data())
 def test_p12_offset_is_counted_from_the_lengths(xp: ModuleType, data: st.DataObject) -> None:
-    """The default offset is kv_length - q_length of each entry; 'top_left' is 0.
+    """The default offset is kv_length - q_length of each entry, and 'top_left' is 0.
 
-    An array gives it where lengths are arrays, elsewhere a number: a short call without arrays
-    has smaller tiles than with an array of offsets, hence another order of sums.
+    The offset is an array where lengths are arrays, and a number elsewhere: with an array of
+    offsets a short call would have larger tiles, and thus another order of sums.
     """
     drawn = data.draw(
         calls(limits_of(xp), options=("q_lengths", "kv_lengths", "window", "alibi_slopes"))
@@ -475,11 +475,11 @@ def test_p12_offset_is_counted_from_the_lengths(xp: ModuleType, data: st.DataObj
 
 @given(data=st.data())
 def test_p13_packed_sequences(xp: ModuleType, data: st.DataObject) -> None:
-    """Sequences one behind the other have the bits that they have alone.
+    """Packed sequences have the bits that they have alone.
 
-    Gradients have them where the same kernels serve: neither Hopper's kernels of all gradients in
-    one pass nor the kernels of float64 in which two warps share rows take packed sequences, and
-    these warps add the halves of a block in orders of their own.
+    Gradients have these bits where the same kernels compute them. Two kinds of kernels take no
+    packed sequences: Hopper's kernels of all gradients in one pass, and kernels of float64 in which
+    two warps share rows. The latter add the halves of a block in an order of their own.
     """
     base = data.draw(
         calls(limits_of(xp), batches=((2, 3), (3, 2)), broadcast=False, group_sizes=(1, 2))
@@ -503,7 +503,7 @@ def test_p13_packed_sequences(xp: ModuleType, data: st.DataObject) -> None:
 
 
 def partial(xp: ModuleType, call: Call) -> tuple[Any, Any]:
-    """out in float32 or better, and lse, on the device."""
+    """Return out in float32 or better, and lse, on the device."""
     wide = np.promote_types(np.float32, call.lse_dtype)
     result = run(xp, call, backward=False, with_out=True, out_dtype=wide)
     return memory.to_device(xp, result.out), memory.to_device(xp, result.lse)
@@ -523,7 +523,7 @@ def test_p15_split_and_merge(xp: ModuleType, data: st.DataObject, parts: int) ->
         options |= {"offset": offset - first}
         if options.get("causal"):
             options["causal"] = True
-        if outs:  # exactly one part carries the sink
+        if outs:  # exactly one part has the sink
             options.pop("sink", None)
         part = base.but(k=base.k[..., first:last, :], v=base.v[..., first:last, :], options=options)
         out, lse = partial(xp, part)
@@ -535,12 +535,13 @@ def test_p15_split_and_merge(xp: ModuleType, data: st.DataObject, parts: int) ->
 
 @given(data=st.data())
 def test_p15_merge_is_an_algebra(xp: ModuleType, data: st.DataObject) -> None:
-    """Any order and nesting to a rounding of lse; two parts in either order, and a part that saw
-    nothing, bit for bit.
+    """Parts merge in any order and nesting up to a rounding of lse.
 
-    A rounding of an inner lse, half a unit in its last place, is a factor of all inner weights, so
-    that no merge of rounded parts has out to one unit. Weights have some eps of their own: what
-    rounds exponents of -d, d eps, is multiplied by exp(-d).
+    Two parts in either order, and a part that saw no key, are exact bit for bit.
+
+    Rounding an inner lse, by half a unit in its last place, multiplies all inner weights, so that
+    no merge of rounded parts gives out to within one unit. Weights err by some eps of their own:
+    exponents of -d round by d eps, which is multiplied by exp(-d).
     """
     rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
     outs = rng.standard_normal((3, 5, 4)).astype(np.float32)
@@ -575,7 +576,7 @@ def test_p15_merge_is_an_algebra(xp: ModuleType, data: st.DataObject) -> None:
 
 @given(data=st.data(), cap=st.sampled_from((0.5, 2.0, 30.0)))
 def test_p17_softcap_bounds_scores(xp: ModuleType, data: st.DataObject, cap: float) -> None:
-    """With one key, lse is its score."""
+    """A softcap bounds scores: with one key, lse is its score."""
     drawn = data.draw(
         calls(limits_of(xp), options=("scale",), families=("one_hot", "lse_plus_200", "normal"))
     )
@@ -586,7 +587,7 @@ def test_p17_softcap_bounds_scores(xp: ModuleType, data: st.DataObject, cap: flo
 
 @given(data=st.data())
 def test_p17_far_softcap_changes_nothing(xp: ModuleType, data: st.DataObject) -> None:
-    """The tangent of something so small is its argument, and a power of 2 divides exactly."""
+    """A softcap of 2^60 changes nothing: tanh(x) is x then, and a power of 2 divides exactly."""
     allowed = tuple(name for name in ALL_OPTIONS if name != "softcap")
     base = data.draw(calls(limits_of(xp), options=allowed))
     result = run(xp, base.with_options(softcap=2.0**60))
@@ -597,12 +598,12 @@ def test_p17_far_softcap_changes_nothing(xp: ModuleType, data: st.DataObject) ->
 
 @given(data=st.data(), ones=st.booleans())
 def test_p18_p19_constant_values(xp: ModuleType, data: st.DataObject, ones: bool) -> None:
-    """One value for all keys comes back: the weights add up to 1.
+    """Where all values are equal, out is that value: the weights add up to 1.
 
-    In 16 bits kernels round the weights of the numerator, by half a unit at most, as out then is:
-    it is the value or its neighbour, and 1 where the value is 1, whose neighbour below is half as
-    near as the one above. In wider formats numerator and denominator sum the same weights, in two
-    orders of at most n roundings each.
+    In 16 bits kernels round the weights of the numerator, by half a unit at most, and out likewise.
+    So out is the value or its neighbour. It is 1 where the value is 1, whose lower neighbour is
+    half as far away as its upper one. In wider formats numerator and denominator sum the same
+    weights, in two orders with at most n roundings each.
     """
     drawn = data.draw(
         calls(limits_of(xp), options=WITHOUT_SINK, families=("normal", "one_hot", "lse_minus_120"))
@@ -638,7 +639,7 @@ def test_p28_a_probability_of_0_drops_nothing(xp: ModuleType, data: st.DataObjec
 
 @given(data=st.data())
 def test_p21_gradients_are_derivatives(data: st.DataObject) -> None:
-    """float64 against differences along random directions, every option drawn."""
+    """Gradients of float64 agree with differences along random directions, with any options."""
     limits = limits_of(np)
     drawn = data.draw(
         calls(limits, families=("normal", "uniform", "sparse_integers"), gradients=True)
@@ -680,7 +681,7 @@ def test_p21_gradients_are_derivatives(data: st.DataObject) -> None:
 
 @given(data=st.data())
 def test_p24_weights_of_a_row_add_up_to_one_in_dv(xp: ModuleType, data: st.DataObject) -> None:
-    """Summed over keys, dv is dout summed over the rows that see anything."""
+    """Summed over keys, dv is dout summed over the rows that see any key."""
     call = data.draw(
         calls(
             limits_of(xp),
@@ -704,7 +705,7 @@ def test_p24_weights_of_a_row_add_up_to_one_in_dv(xp: ModuleType, data: st.DataO
 
 
 def test_p24_dbias_of_a_row_adds_up_to_zero(xp: ModuleType) -> None:
-    """Without sink and dlse: the Jacobian of softmax has columns that sum to 0."""
+    """dbias of a row adds up to 0 (without sink and dlse), as the Jacobian of softmax says."""
     rng = np.random.default_rng(4)
     bias = rng.standard_normal((2, 40, 50)).astype(np.float32)
     shapes = (2, 40, 8), (2, 50, 8), (2, 50, 8)
@@ -717,7 +718,7 @@ def test_p24_dbias_of_a_row_adds_up_to_zero(xp: ModuleType) -> None:
 
 
 def test_p24_equal_keys_have_no_gradient_in_q(xp: ModuleType) -> None:
-    """Summed over keys, dS is 0 (without dlse): equal keys leave nothing of dq."""
+    """Equal keys leave nothing of dq (without dlse), because dS sums to 0 over keys."""
     shape = (2, 40, 64)
     call = make_call("constant_rows", 3, np.float16, shape, shape, shape)
     budget = Budget(call)
@@ -727,7 +728,7 @@ def test_p24_equal_keys_have_no_gradient_in_q(xp: ModuleType) -> None:
 
 @given(data=st.data())
 def test_p25_what_is_hidden_has_gradient_zero(xp: ModuleType, data: st.DataObject) -> None:
-    """And what dout holds there is not read, whether or not the row has a sink."""
+    """What is hidden has gradient 0, and dout is not read there, with a sink or without."""
     call = data.draw(calls(limits_of(xp), batches=FULL_BATCHES, broadcast=False, group_sizes=(1,)))
     call = call.but(wrt=(*call.wrt, *(n for n in ("bias", "sink") if n in call.options)))
     budget = Budget(call)
@@ -743,7 +744,7 @@ def test_p25_what_is_hidden_has_gradient_zero(xp: ModuleType, data: st.DataObjec
     if xp is np:
         for name, gradient in result.gradients.items():
             assert poisoned.gradients[name].tobytes() == gradient.tobytes(), name
-    else:  # recomputed pair by pair: exact, in another order
+    else:  # pair by pair: exact, in another order
         budget.check_backward(poisoned.gradients, given=(poisoned.out, poisoned.lse))
 
 

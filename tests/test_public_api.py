@@ -25,10 +25,10 @@ from cuflash._problem import options as options_module
 ROOT = Path(__file__).resolve().parents[1]
 
 #: Names, signatures, defaults and headings of docstrings. A change there needs a line in
-#: CHANGELOG.md; ``python tests/test_public_api.py`` writes the file anew.
+#: CHANGELOG.md. ``python tests/test_public_api.py`` writes the file anew.
 SNAPSHOT = Path(__file__).with_suffix("").with_name("public_api.json")
 API: dict[str, dict[str, Any]] = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
-#: Pickles by older versions, in base64, and a file of tiles: they are never written anew.
+#: Pickles of older versions, in base64, and a file of tiles, which are never written anew.
 KEPT: dict[str, Any] = json.loads(SNAPSHOT.with_name("kept_objects.json").read_text("utf-8"))
 SIGNATURES = {n: found["signature"] for n, found in API.items() if "." not in n}
 MODULES = {"distributed", "reference", "testing", "tuning"}
@@ -63,7 +63,7 @@ def described(found: Any) -> dict[str, Any]:
 
 
 def snapshot() -> dict[str, Any]:
-    """Describe every public object, by the name under which a user reaches it."""
+    """Describe every public object, under the name that users type."""
     named = {n: getattr(cuflash, n) for n in cuflash.__all__ if n not in MODULES}
     for package in (cuflash.distributed, cuflash.testing, cuflash.tuning):
         own = package.__name__.removeprefix("cuflash.")
@@ -83,9 +83,9 @@ def test_names():
 
 
 def test_nothing_else_is_reachable():
-    """Every public attribute of the package is meant to be one."""
+    """The package has no public attribute beyond those in ``__all__``."""
     public = {name for name in vars(cuflash) if not name.startswith("_")}
-    lazy = {"distributed", "testing", "tuning"}  # imported when they are asked for
+    lazy = {"distributed", "testing", "tuning"}  # imported on first use
     assert public | lazy == set(cuflash.__all__)
 
 
@@ -103,7 +103,7 @@ def unpickled(name: str) -> Any:
 
 
 def test_what_an_older_version_pickled_is_read():
-    """By the commit that the file names: array options, results, a workload."""
+    """Pickles of an older commit, named in the file, load: array options, results, a workload."""
     options = unpickled("Options")
     assert options == cuflash.Options(
         **{n: getattr(options, n) for n in options_module.OPTION_NAMES}
@@ -133,24 +133,24 @@ def test_tiles_that_an_older_version_saved_are_used(tmp_path):
     file = tmp_path / "tiles.json"
     file.write_text(json.dumps(KEPT["tiles"]), encoding="utf-8")
     with cuflash.tuning.use(file):
-        pass  # which checks every row
+        pass  # checks every row
 
 
 @pytest.mark.parametrize("name", ["Options", "AttentionResult", "Gradients", "tuning.Workload"])
 def test_pickles_name_public_modules_alone(name):
-    """So that modules inside can move."""
+    """Pickles name public modules only, so that internal modules can move."""
     data = pickle.dumps(unpickled(name))
     assert not [word for word in re.findall(rb"cuflash[\w.]*", data) if b"._" in word]
 
 
 def test_signatures_differ_where_they_should():
-    """The pinned table is compared with something that can fail."""
+    """Signatures of different functions differ, so that comparing them can fail."""
     assert plain_signature(cuflash.merge) != SIGNATURES["attention"]
 
 
 @pytest.mark.parametrize("name", ["attention", "attention_backward", "attention_vjp", "weights"])
 def test_reference_takes_the_same_arguments(name):
-    """Positional arguments agree; the reference adds dtype and may ignore what steers kernels."""
+    """The reference has the same arguments, plus dtype; it may lack those that steer kernels."""
     kernel_only = {"precision", "deterministic", "workspace", "config", "out", "grads_out"}
     ours = inspect.signature(getattr(cuflash, name)).parameters
     theirs = inspect.signature(getattr(reference, name)).parameters
@@ -161,13 +161,13 @@ def test_reference_takes_the_same_arguments(name):
 
 
 def test_score_options_are_one_list():
-    """The typed keywords and the dataclass are the same options."""
+    """The typed keywords and the fields of the dataclass are the same options."""
     keywords = typing.get_type_hints(options_module.ScoreOptions)
     assert list(keywords) == list(inspect.signature(cuflash.Options).parameters)
 
 
 def test_no_function_takes_arbitrary_keywords():
-    """Keywords are the typed score options or nothing: a misspelt one is a TypeError."""
+    """Keywords are the typed score options, so that a misspelt one is a TypeError."""
     for name in SIGNATURES:
         for parameter in inspect.signature(getattr(cuflash, name)).parameters.values():
             assert parameter.kind is not inspect.Parameter.VAR_POSITIONAL
@@ -180,14 +180,14 @@ def test_version_is_a_version():
 
 
 def test_version_has_one_home():
-    """The wheel takes it from the package."""
+    """The wheel takes its version from the package."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]
     assert project["tool"]["hatch"]["version"]["path"] == "cuflash/__init__.py"
 
 
 def in_fresh_interpreter(program: str) -> str:
-    """Run a program that finds the checkout, and return what it printed."""
+    """Run a program in the checkout, and return its output."""
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
@@ -218,7 +218,7 @@ def test_everything_but_kernels_works_without_cupy():
 
 
 def calls_of_numpy_arrays():
-    """Yield every public function and a call of it, by names."""
+    """Yield the name of every public function and a call of it."""
     c, q, ends = cuflash, np.ones((2, 4, 8)), np.array([0, 1, 4])
     flat, rows, both = q[0], np.ones(4), np.ones((2, 4))
     out, lse = c.attention(q, q, q, return_lse=True)
@@ -245,7 +245,7 @@ def calls_of_numpy_arrays():
 
 
 def test_calls_while_another_thread_imports_cupy(monkeypatch):
-    """Its module is in `sys.modules` long before it has classes."""
+    """Calls work while another thread imports CuPy, whose module in `sys.modules` is empty then."""
     calls = dict(calls_of_numpy_arrays())
     functions = {n for n in SIGNATURES if inspect.isfunction(getattr(cuflash, n))}
     assert set(calls) == functions - {"compile", "show_config"}, "a new function needs a line"

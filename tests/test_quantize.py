@@ -16,7 +16,7 @@ from support.float8 import BF16, bits, dequantized, on_host
 
 
 def nearest(x: float, dtype: Any) -> float:
-    """The number of ``dtype`` nearest to ``x``, of two the one with an even last bit."""
+    """Return the number of ``dtype`` nearest to ``x``, in a tie that with an even last bit."""
     codes = np.arange(256, dtype=np.uint8).view(dtype)
     numbers = codes.astype(np.float64)
     finite = np.isfinite(numbers)
@@ -54,7 +54,7 @@ def test_elements_are_rounded_to_nearest_even(values: list[float], kind: Any, dt
 
 
 def test_what_is_out_of_reach_of_a_scale() -> None:
-    """Scales and their inverses are normal float32, on a GPU too."""
+    """Elements out of reach saturate or vanish: scales and their inverses are normal float32."""
     array, scale = cuflash.quantize(np.array([[1e300, -3e307, 1.0]]))
     assert scale.item() == 2.0**126
     assert array.astype(float).tolist() == [[448.0, -448.0, 0.0]]
@@ -88,7 +88,7 @@ def test_scales_have_the_shape_that_options_take(per: Any, shape: tuple[int, ...
 
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
 def test_a_scale_is_no_larger_than_it_must_be(kind: Any) -> None:
-    """What it divides may be the largest number there is."""
+    """A scale is the smallest possible: the largest element is divided into the largest number."""
     largest = float(ml_dtypes.finfo(kind).max)
     for exponent in (-90, -1, 0, 1, 90):
         size = np.ldexp(largest, exponent)
@@ -100,7 +100,7 @@ def test_a_scale_is_no_larger_than_it_must_be(kind: Any) -> None:
 
 @pytest.mark.parametrize("d", [1, 64, 80, 96])
 def test_a_rotation_keeps_products(d: int) -> None:
-    """In 8 bits they are what those of turned arrays round to: compared by their errors."""
+    """A rotation keeps products: 8-bit errors stay below 1.2 times those without a rotation."""
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((2, 200, d))
     a, b = (cuflash.quantize(array, rotation=5) for array in (x, y))
@@ -178,7 +178,7 @@ def test_a_gpu_quantises_to_the_same_bits(
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)
 @pytest.mark.parametrize("first", [0, 1, 8])
 def test_a_gpu_quantises_arrays_in_any_order(cupy: Any, dtype: Any, first: int) -> None:
-    """Heads beside features, of which the first may lie where no thread reads several at once."""
+    """A GPU quantises heads beside features, also where elements cannot be read several at once."""
     x = (
         np.random.default_rng(0)
         .standard_normal((2, 100, 3, 128))
@@ -195,7 +195,7 @@ def test_a_gpu_quantises_arrays_in_any_order(cupy: Any, dtype: Any, first: int) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [32, 64, 128, 256])
 def test_a_gpu_rotates_alike(cupy: Any, d: int) -> None:
-    """In another order of sums: few elements are rounded otherwise."""
+    """A GPU rotates like the host up to its order of sums, which rounds few elements otherwise."""
     x = np.random.default_rng(0).standard_normal((3, 70, d)).astype(BF16)
     expected, found = (cuflash.quantize(a, rotation=7) for a in (x, cupy.asarray(x)))
     assert bits(found.scale.get()) == bits(expected.scale)

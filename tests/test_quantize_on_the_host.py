@@ -1,4 +1,4 @@
-"""Does the kernel that quantises make the bits of the CPU path? Run by a C++ compiler."""
+"""Does the kernel that quantises give the bits of the CPU path? Run by a C++ compiler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def device(tmp_path_factory: Any) -> Iterator[HostDevice]:
 
 
 def numbers(dtype: Any, d: int, rows: int = 100) -> np.ndarray:
-    """Of many sizes, with rows of zeros and what is not finite."""
+    """Return numbers of many sizes, with non-finite numbers and a matrix of zeros."""
     rng = np.random.default_rng(d)
     x = rng.standard_normal((2, 3, rows, d)) * np.exp2(rng.integers(-9, 6, (2, 3, rows, d)))
     x[0, 0, 0, :4] = [np.nan, np.inf, 0.0, -0.0]
@@ -68,7 +68,7 @@ def test_a_thread_block_has_more_of_many_rows(device: HostDevice, d: int) -> Non
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)
 @pytest.mark.parametrize("d", WIDTHS)
 def test_rotations_are_those_of_the_cpu(device: HostDevice, dtype: Any, d: int) -> None:
-    """Summed in another order: elements differ by one rounding, and few of them."""
+    """Rotations equal the CPU's up to their order of sums, which rounds few elements otherwise."""
     x = np.random.default_rng(1).standard_normal((2, 70, d)).astype(dtype)
     expected = cuflash.quantize(x, rotation=7, per=32)
     made = float8.rounded_in_two_passes(on_device(x), 32, _signs(7, d), E4M3)

@@ -1,8 +1,8 @@
 """Is the definition right? Checked against paper, and against differences in float64.
 
-Everything else is compared with `cuflash.reference`, so nothing here uses the rest of the library:
-examples small enough to work out by hand, an independent evaluation by plain loops, and finite
-differences for every option.
+All other tests compare with `cuflash.reference`, so these use nothing else of cuflash: examples
+small enough to work out by hand, an independent evaluation by plain loops, and finite differences
+for every option.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def column(*values: float) -> np.ndarray:
 
 
 def test_two_keys() -> None:
-    """Scores 0 and ln 3: weights 1/4 and 3/4, sum of exponentials 4."""
+    """Scores 0 and ln 3 give weights 1/4 and 3/4, and a sum of exponentials of 4."""
     out, lse = reference.attention(
         column(1), column(0, log(3)), column(8, 4), scale=1.0, return_lse=True
     )
@@ -60,13 +60,13 @@ def test_default_scale_is_one_over_root_d() -> None:
 
 
 def test_softcap_comes_before_bias() -> None:
-    """2 tanh(6 / 2) + 1, not 2 tanh((6 + 1) / 2)."""
+    """The score is 2 tanh(6 / 2) + 1, not 2 tanh((6 + 1) / 2)."""
     score = reference.scores(column(2), column(3), scale=1.0, softcap=2.0, bias=np.array([[1.0]]))
     np.testing.assert_allclose(score, [[2 * tanh(3) + 1]], rtol=1e-15)
 
 
 def test_gradient_of_softcap() -> None:
-    """Scores 0 and 2 tanh(x / 2) = ln 3: the slope at the latter is 1 - (ln 3 / 2)^2."""
+    """For scores 0 and 2 tanh(x / 2) = ln 3, the slope of the second is 1 - (ln 3 / 2)^2."""
     x = 2 * np.arctanh(log(3) / 2)
     gradients = reference.attention_backward(
         column(1), column(1), column(0, x), column(8, 4), scale=1.0, softcap=2.0
@@ -77,13 +77,13 @@ def test_gradient_of_softcap() -> None:
 
 
 def test_alibi_by_hand() -> None:
-    """Query 0 of 2 against 3 keys stands at position 1: distances 1, 0, 1."""
+    """Query 0 of 2, at position 1 of 3 keys, has distances 1, 0, 1."""
     scores = reference.scores(column(0, 0), column(0, 0, 0), alibi_slopes=np.array(0.5))
     np.testing.assert_array_equal(scores, [[-0.5, 0, -0.5], [-1, -0.5, 0]])
 
 
 def test_sink_by_hand() -> None:
-    """Scores 0 and ln 3, a sink of ln 4: weights 1/8, 3/8, and 1/2 for nothing."""
+    """Scores 0 and ln 3 and a sink of ln 4 give weights 1/8 and 3/8, and 1/2 to the sink."""
     q, k, v = column(1), column(0, log(3)), column(8, 4)
     given = {"scale": 1.0, "sink": np.array(log(4))}
     out, lse = reference.attention(q, k, v, return_lse=True, **given)
@@ -98,7 +98,7 @@ def test_sink_by_hand() -> None:
 
 
 def test_a_row_beyond_the_length_has_no_sink() -> None:
-    """It is no query: lse = -inf, and of dlse only the other rows' reaches the sink."""
+    """A row beyond q_lengths has lse = -inf, and its dlse does not reach the sink."""
     q, k, v = column(1, 1), column(0, log(3)), column(8, 4)
     given = {"scale": 1.0, "sink": np.array(log(4)), "q_lengths": 1}
     out, lse = reference.attention(q, k, v, return_lse=True, **given)
@@ -116,7 +116,7 @@ def test_a_row_beyond_the_length_has_no_sink() -> None:
 
 
 def seen(rows: int, keys: int, **options: Any) -> list[str]:
-    """Visibility as rows of x and ., read off scores that are all 0."""
+    """Return visibility as rows of x and ., read off scores that are all 0."""
     scores = reference.scores(np.zeros((rows, 1)), np.zeros((keys, 1)), **options)
     return ["".join("." if s == -inf else "x" for s in row) for row in scores]
 
@@ -137,7 +137,7 @@ VISIBLE = [
     (4, 4, {"window": (1, 3), "causal": True}, ["x...", "xx..", ".xx.", "..xx"]),
     (3, 4, {"kv_lengths": 2}, ["xx..", "xx..", "xx.."]),
     (3, 4, {"q_lengths": 2}, ["xxxx", "xxxx", "...."]),
-    # The default offset counts from the lengths: 3 - 2 = 1.
+    # The default offset is the difference of the lengths: 3 - 2 = 1.
     (3, 5, {"q_lengths": 2, "kv_lengths": 3, "causal": True}, ["xx...", "xxx..", "....."]),
     (3, 5, {"kv_lengths": 3, "causal": "top_left"}, ["x....", "xx...", "xxx.."]),
     (2, 2, {"mask": np.array([[True, False], [True, True]])}, ["x.", "xx"]),
@@ -153,7 +153,7 @@ def test_visibility(rows: int, keys: int, options: dict[str, Any], expected: lis
 
 
 def test_onnx_offset() -> None:
-    """ONNX Attention: without a cache the offset is 0, with one it is the length of the past."""
+    """Offsets are those of ONNX Attention: 0 without a cache, with one the length of the past."""
     past, rows = 3, 2
     assert seen(rows, rows, causal=True, offset=0) == ["x.", "xx"]
     assert seen(rows, past + rows, causal=True, offset=past) == ["xxxx.", "xxxxx"]
@@ -162,7 +162,7 @@ def test_onnx_offset() -> None:
 
 
 def test_lengths_per_batch_entry() -> None:
-    """Lengths (batch, 1) against heads; each entry has an offset of its own."""
+    """Lengths (batch, 1) broadcast over heads, and each entry has its own offset."""
     q, k = np.zeros((2, 3, 2, 1)), np.zeros((2, 3, 4, 1))
     scores = reference.scores(q, k, causal=True, kv_lengths=np.array([[4], [2]]))
     assert scores.shape == (2, 3, 2, 4)
@@ -195,7 +195,7 @@ def test_empty_extents(rows: int, keys: int) -> None:
 
 
 def test_a_group_is_consecutive_query_heads() -> None:
-    """Query heads 0 and 1 read key/value head 0, heads 2 and 3 head 1."""
+    """Query heads 0 and 1 read key/value head 0, heads 2 and 3 read head 1."""
     q, k = np.zeros((4, 1, 1)), np.zeros((2, 1, 1))
     v = np.array([10.0, 20.0])[:, None, None]
     out = reference.attention(q, k, v, enable_gqa=True)
@@ -213,7 +213,7 @@ def test_gradients_are_summed_over_broadcast_axes() -> None:
 
 
 def test_axes() -> None:
-    """(batch, seqlen, heads, head_dim) by axes equals the canonical order, moved."""
+    """Axes (batch, seqlen, heads, head_dim) give the results of the canonical order, moved."""
     rng = np.random.default_rng(0)
     q, k, v, dout = rng.standard_normal((4, 2, 3, 5, 4))
     pairs = [(-3, -1)] * 4
@@ -242,7 +242,7 @@ def test_pullback() -> None:
 
 
 def test_merge_by_hand() -> None:
-    """Parts of total weight 1 and 3: out = (1 * 8 + 3 * 4) / 4; an empty part is neutral."""
+    """Parts of weight 1 and 3 give out = (1 * 8 + 3 * 4) / 4; an empty part has no effect."""
     outs = np.array([[[8.0]], [[4.0]], [[np.nan]]])
     lses = np.array([[0.0], [log(3)], [-inf]])
     out, lse = reference.merge(outs, lses)
@@ -267,7 +267,7 @@ def test_weights_by_hand() -> None:
 
 
 def test_the_arithmetic_is_what_was_asked_for() -> None:
-    """1 + 2^-60 is seen by longdouble alone; results come in that dtype."""
+    """Results have the dtype asked for; only longdouble distinguishes 1 + 2^-60 from 1."""
     if np.finfo(np.longdouble).eps > 2e-19:
         pytest.skip("longdouble is no wider than float64 here")
     v = np.array([[1.0], [1.0 + 2.0**-50]])
@@ -300,7 +300,7 @@ def test_a_non_finite_value_reaches_the_rows_that_see_it(value: float) -> None:
 
 
 def test_softcap_to_infinity_is_none() -> None:
-    """s - cap tanh(s / cap) is s^3 / (3 cap^2) to first order."""
+    """A large softcap changes scores by s^3 / (3 cap^2) to first order."""
     q, k = np.random.default_rng(2).standard_normal((2, 6, 4))
     plain = reference.scores(q, k)
     capped = reference.scores(q, k, softcap=1e4)
@@ -311,7 +311,7 @@ def test_softcap_to_infinity_is_none() -> None:
 
 
 def by_loops(call: Call) -> tuple[np.ndarray, np.ndarray]:
-    """Attention element by element, from the sentences of the documentation."""
+    """Compute attention element by element, from the sentences of the documentation."""
     options = dict(call.options)
     rows, keys = call.q.shape[-2], call.k.shape[-2]
     out = np.zeros((*call.batch, rows, call.v.shape[-1]))
@@ -397,7 +397,7 @@ def test_forward_by_loops(call: Call) -> None:
 
 
 def difference(f: Callable[[np.ndarray], float], x: np.ndarray) -> np.ndarray:
-    """Gradient of ``f`` by central differences of order four, element by element."""
+    """Return the gradient of ``f`` by central differences of order four, element by element."""
     gradient, step = np.zeros_like(x), 1e-3
     for index in np.ndindex(x.shape):
 
@@ -417,7 +417,7 @@ def difference(f: Callable[[np.ndarray], float], x: np.ndarray) -> np.ndarray:
     )
 )  # fmt: skip
 def test_backward_by_differences(call: Call) -> None:
-    """Every element of every gradient, every option."""
+    """Every element of every gradient agrees with differences, with any options."""
     call = call.but(
         **{n: getattr(call, n)[..., :3].astype(np.float64) for n in ("q", "k", "v", "dout")},
         dlse=None if call.dlse is None else call.dlse.astype(np.float64),
@@ -450,7 +450,7 @@ def test_backward_by_differences(call: Call) -> None:
 
 
 def test_gradients_come_in_the_order_that_wrt_names() -> None:
-    """As from the library; what is no input is refused alike."""
+    """The reference orders gradients as wrt does, and refuses the same names as cuflash."""
     rng = np.random.default_rng(0)
     q, k, v, dout = rng.standard_normal((4, 5, 3))
     ends, bias = np.array([0, 2, 5]), rng.standard_normal((5, 5))

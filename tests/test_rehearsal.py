@@ -1,4 +1,4 @@
-"""Is a rehearsal of the GPU tests as strict as CuPy, and does it list what they launch?"""
+"""Is a rehearsal of the GPU tests as strict as CuPy, and does it list the launched kernels?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support import cupy_stand_in, rehearsal  # noqa: E402
 
 @pytest.fixture(scope="module")
 def xp():
-    """What stands for CuPy, beside CuPy."""
+    """Return the simulated CuPy."""
     return cupy_stand_in.stand_in(cupy, runtime, driver)["cupy"]
 
 
@@ -30,7 +30,7 @@ def test_results_are_arrays_of_the_device(xp):
     for found, expected in (
         (x + 1, np.arange(1.0, 7).reshape(2, 3)),
         (x.sum(axis=0), np.array([3.0, 5, 7])),
-        (x[1, 2], np.array(5.0)),  # no scalar
+        (x[1, 2], np.array(5.0)),  # an array, not a scalar
         (xp.where(x > 2, x, 0), np.array([[0, 0, 0], [3, 4, 5]])),
         (np.exp(x), np.exp(np.arange(6.0).reshape(2, 3))),
     ):
@@ -62,7 +62,7 @@ def test_what_cupy_refuses_is_refused(xp, wrong, error):
 
 
 def test_arrays_of_formulas_come_to_the_host(xp):
-    """Without them the CPU path has no results, and a test that fails counts as skipped."""
+    """Arrays of formulas are copied to the host, as a failure there would count as skipped."""
     found = rehearsal._on_host(MappingProxyType({"shift": xp.ones(3)}))
     assert type(found["shift"]) is np.ndarray
 

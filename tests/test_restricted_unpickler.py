@@ -1,4 +1,4 @@
-"""Can a checkpoint made by an enemy do anything through the example's reader of pickles?"""
+"""Can a malicious checkpoint do anything through the example's reader of pickles?"""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def storage(key="7", length=6, kind=FLOAT_STORAGE):
 
 
 def tensor(of=None, offset=0, shape=(2, 3), strides=(3, 1)):
-    """Pickle opcodes that rebuild a tensor, as torch writes them."""
+    """Return pickle opcodes that rebuild a tensor, as torch writes them."""
     geometry = number(offset) + counts(shape) + counts(strides)
     return REBUILD + b"(" + (of or storage()) + geometry + b"\x89" + ORDERED_DICT + b")RtR"
 
 
 def state(*before, **entries):
-    """Pickle opcodes of an ordered dict with these values, and torch's metadata beside it."""
+    """Return pickle opcodes of an ordered dict with these values and torch's metadata."""
     items = b"".join(text(name) + value for name, value in entries.items())
     metadata = b"}" + text("_metadata") + ORDERED_DICT + b")Rsb"
     return b"\x80\x02" + b"".join(before) + ORDERED_DICT + b")R(" + items + b"u" + metadata + END
@@ -57,7 +57,7 @@ SIX = np.arange(6)
 
 
 def checkpoint(storages=None, **pickles):
-    """A legacy torch file: five pickles and the storages; any pickle may be replaced."""
+    """Return a legacy torch file: five pickles, any of them replaceable, and the storages."""
     storages = {"7": SIX} if storages is None else storages
     parts = {
         "magic": pickle.dumps(LEGACY_MAGIC, 2),
@@ -85,7 +85,7 @@ def test_tensors_come_back_as_views_of_their_storages():
     assert all(array.dtype == np.float32 for array in read.values())
 
 
-#: Each makes a folder when the standard unpickler loads it.
+#: The standard unpickler makes a folder when it loads one of these.
 ATTACKS = {
     "reduce": lambda folder: b"cos\nmkdir\n(" + text(folder) + b"tR.",
     "stack_global": lambda folder: (
@@ -142,7 +142,7 @@ def test_a_fault_is_refused(fault):
 
 
 def test_attributes_that_a_pickle_sets_are_none_of_the_dict():
-    """BUILD sets attributes: a dict whose ``values`` are others would hide what it holds."""
+    """Attributes that BUILD sets do not reach the dict, where ``values`` could hide its content."""
     hidden = state(x=tensor())[:-1] + b"}(" + text("values") + REBUILD + text("keys") + b"]ub" + END
     assert list(read_legacy_torch(checkpoint(state=hidden))) == ["x"]
 
@@ -167,9 +167,9 @@ def test_other_files_are_refused():
         read_legacy_torch(checkpoint(system=big_endian))
 
 
-NESTED = b")" + b"\x85" * 100_000  # tuples, one within the other
+NESTED = b")" + b"\x85" * 100_000  # nested tuples
 SHARED = b")" + b"q\x00h\x00\x86" * 100  # a tree of 2^100 leaves in 500 bytes
-#: What costs the standard unpickler more than its bytes, or ends the process.
+#: These cost the standard unpickler more than their bytes, or end its process.
 BOMBS = {
     "a place far out": b"Nr" + struct.pack("<I", 2**28 - 1) + b"0",
     "a deep key": b"}" + NESTED + b"Ns0",
@@ -182,7 +182,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_bombs_cost_no_more_than_their_bytes(bomb, tmp_path):
-    """In a process of its own, which may crash or never end."""
+    """A bomb costs at most 200 times its bytes (in another process, as it may crash or hang)."""
     file = tmp_path / "bomb.bin"
     file.write_bytes(checkpoint(state=BOMBS[bomb] + b"N" + END))
     code = (
@@ -205,7 +205,7 @@ PIECES += [REBUILD, FLOAT_STORAGE, ORDERED_DICT, text("7"), text("storage"), sto
 PIECES += [*map(number, (0, 1, 6, -1, 2**70)), b"q\x00", b"h\x00", pickle.dumps(LEGACY_MAGIC)]
 
 
-@pytest.mark.filterwarnings("ignore:invalid escape")  # pickletools reads what is then refused
+@pytest.mark.filterwarnings("ignore:invalid escape")  # pickletools reads text that is then refused
 @given(
     st.fixed_dictionaries(
         {},

@@ -1,6 +1,6 @@
-"""Does nobody fall two phases behind at a barrier? Run by a C++ compiler, with a warp that is late.
+"""Does no warp fall two phases behind at a barrier? Run by a C++ compiler, with one late warp.
 
-Waits are by parity: who misses two phases waits for one that does not come.
+Waits are by parity, so that a warp that misses two phases waits for ever.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 class RingParams(ctypes.Structure):
-    """Of ``ring_probe.cu``."""
+    """Parameters of ``ring_probe.cu``."""
 
     _fields_ = (
         *((name, ctypes.c_int) for name in ("blocks", "late_warp", "late_by")),
@@ -32,7 +32,7 @@ class RingParams(ctypes.Structure):
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_late_warp_keeps_its_place(tmp_path: Path, num_stages: int) -> None:
-    """A first or second warp of those that fill, multiply or skip in Hopper's float32 kernels."""
+    """A late warp does not get stuck, whether warps fill, multiply or skip (float32 on Hopper)."""
     files = {
         "host_barriers.h": ("mbarrier", "sync"),
         "host_ptx.h": ("arithmetic", "mma_sync", "special", "tma"),

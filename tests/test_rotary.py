@@ -41,13 +41,13 @@ def test_pairs_turn_as_defined(
     eps = float(finfo(x.dtype).eps)
     products = max(eps, float(np.finfo(np.float32).eps)) if x.dtype != np.float64 else eps
     size = np.abs(x.astype(np.float64)).max() * 1.5
-    # Of the angle in float64; of cos, sin, two products and a sum; of the result.
+    # Roundings of the angle in float64, of cos, sin, two products and a sum, and of the result.
     bound = size * (2 * far * np.finfo(float).eps + 3 * products) + eps / 2 * np.abs(expected)
     assert (np.abs(found.astype(np.float64) - expected) <= bound + float(finfo(x.dtype).tiny)).all()
 
 
 def test_by_hand() -> None:
-    """A quarter turn: (a, b) becomes (-b, a)."""
+    """A quarter turn turns (a, b) into (-b, a)."""
     quarter, x = np.array([np.pi / 2]), np.array([[1.0, 2.0, 7.0]])
     for interleaved in (False, True):
         turned = cuflash.rotary(x, 1, frequencies=quarter, interleaved=interleaved)
@@ -63,7 +63,7 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.int64, np.uint64])
 def test_positions_of_any_integers(dtype: Any) -> None:
-    """Up to the least and the largest of their dtype."""
+    """Positions of any integer dtype work, from the least to the largest number."""
     x, limits = rows(0, np.float64, 6)[0, 0], np.iinfo(dtype)
     positions = np.array([limits.min, limits.max, 0, 1, limits.max - 1], dtype)
     found = cuflash.rotary(x, positions)
@@ -87,7 +87,7 @@ def test_scores_depend_on_distances_alone(seed: int, interleaved: bool) -> None:
 
 @given(st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from([None, 1, 3]))
 def test_the_inverse_is_the_gradient(seed: int, interleaved: bool, pairs: int | None) -> None:
-    """<dy, rotary(x)> = <rotary(dy, inverse), x>, since x enters linearly."""
+    """The inverse is the gradient, as rotary is linear: <dy, rotary(x)> = <inverse(dy), x>."""
     x, dy = (rows(seed + i, np.float64, 8) for i in range(2))
     frequencies = None if pairs is None else np.random.default_rng(seed).standard_normal(pairs)
     options = {"frequencies": frequencies, "interleaved": interleaved}
@@ -149,7 +149,7 @@ def test_out_has_memory_of_its_own(name: str) -> None:
 
 
 def test_frequencies_that_are_not_finite_warn_of_nothing() -> None:
-    """As any number that is not finite: the result tells, whatever np.errstate says."""
+    """Non-finite frequencies give NaN, and no floating-point error whatever np.errstate says."""
     with np.errstate(all="raise"):
         out = cuflash.rotary(np.ones((3, 4)), np.arange(3), frequencies=np.array([np.inf, 1.0]))
     assert np.isnan(out[:, 0]).all()

@@ -1,7 +1,7 @@
 """Are rows beyond ``q_lengths`` no queries, whatever they hold, with a sink and without?
 
-Their out is 0, their lse -inf, and nothing that q, out, lse, dout or dlse hold there reaches a
-gradient. Arrays have blocks that are full, some of them beyond a length.
+Their out is 0 and their lse -inf, and nothing that q, out, lse, dout or dlse hold there reaches a
+gradient. Arrays have full blocks, some of them beyond a length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 from cuflash._launch import run as launch_run
 from support.host_device import COMPILER, host_device, on_device, options_on_device
 
-#: What a caller may leave in rows that are no queries.
+#: What a caller may leave in rows beyond the lengths.
 LEFT_OVERS = (np.nan, np.inf, 3.0)
 POSITIONS: dict[str, dict[str, Any]] = {
     "everything": {},
@@ -46,7 +46,7 @@ def call_of(
     shared: tuple[int, ...] = (2, 2),
     sink: bool = True,
 ) -> Call:
-    """Entries that are whole, end between blocks, end within the first, and have no query.
+    """Return a call whose entries are whole, end between blocks or in the first, or have no query.
 
     ``shared`` are the batch axes of k and v.
     """
@@ -70,7 +70,7 @@ def check(
     is_packed: bool = False,
     left_overs: tuple[float, ...] = LEFT_OVERS,
 ) -> None:
-    """``compute(call, lse=None, saved_out=None)`` runs a call, batched or packed."""
+    """Check a call that ``compute(call, lse=None, saved_out=None)`` runs, batched or packed."""
     as_run = packed if is_packed else lambda same: same
     lengths = np.broadcast_to(call.options["q_lengths"], call.batch)[..., None]
     beyond = np.arange(call.q.shape[-2]) >= lengths
@@ -112,7 +112,7 @@ def test_on_a_cpu(dtype: str, position: str, sink: bool, is_packed: bool) -> Non
 def by_kernels_on_the_host(
     call: Call, *, lse: np.ndarray | None = None, saved_out: np.ndarray | None = None
 ) -> Results:
-    """The portable kernels, whose memory is full of NaN before."""
+    """Run the portable kernels on the host, in memory full of NaN."""
     options = options_on_device(cuflash.Options(**call.options))
     dout, q, k, v = (on_device(call.array(name)) for name in ("dout", "q", "k", "v"))
     ends: dict[str, Any] = {}
@@ -169,15 +169,15 @@ def test_kernels_on_the_host(
         check(call, by_kernels_on_the_host, is_packed=is_packed, left_overs=(np.nan, 3.0))
 
 
-#: Beside whole tiles head sizes between them, which other kernels serve; k and v of batch axes of
-#: their own, shared, or in strides that are odd.
+#: Head sizes of whole tiles, and sizes between these, which other kernels compute. k and v have
+#: batch axes of their own, shared ones, or odd strides.
 WIDTHS = ((40, 40), (64, 64), (72, 72), (80, 96), (112, 112), (128, 128), (160, 160), (176, 176),
           (192, 128), (256, 256))  # fmt: skip
 FORMS = ("own", "shared", "repeated", "room between rows", "odd")
 
 
 def in_form(call: Call, form: str) -> Call:
-    """The call with k, v and their gradients laid out so."""
+    """Return the call with k, v and their gradients in this memory layout."""
     ndim = call.k.ndim
     order, plain = tuple(range(ndim)), (False,) * ndim
     zeros = (form == "repeated", *plain[1:])
@@ -196,7 +196,7 @@ def in_form(call: Call, form: str) -> Call:
 @pytest.mark.parametrize(("number", "head_dims"), list(enumerate(WIDTHS)), ids=str)
 @pytest.mark.parametrize("form", [*FORMS, "packed"])
 def test_on_a_gpu(form: str, number: int, head_dims: tuple[int, int]) -> None:
-    """Every form and head size; positions and dtypes take turns."""
+    """Rows beyond lengths are no queries, in every form and at all head sizes."""
     import cupy
 
     turn = number + (*FORMS, "packed").index(form)

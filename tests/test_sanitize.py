@@ -49,7 +49,7 @@ def launched():
 
 
 def test_the_cases_reach_every_kernel(launched):
-    """Kernels of `kernels_cu/memory` are none of a call."""
+    """Together the cases launch every .cu file, portable ones also on CUDA cores, with all sums."""
     configs = [config for found in launched.values() for config in found]
     every = {path.name for path in KERNELS.glob("*.cu")}
     assert {config.source for config in configs} == every
@@ -63,7 +63,7 @@ def test_the_cases_reach_every_kernel(launched):
 
 @pytest.mark.parametrize("source", PORTABLE)
 def test_every_score_option_meets_the_portable_kernels(launched, source):
-    """Where they copy 16 bytes at a time, as they do on devices that have no others."""
+    """Portable kernels meet every option when they copy 16 bytes, as on devices without others."""
     q = np.zeros((2, 129, 64), np.float16)
     plain = score_config(describe(q, q, q, Options()))._asdict()
     plain = {n: value for n, value in plain.items() if n not in ("q_scale", "k_scale", "v_scale")}
@@ -72,7 +72,7 @@ def test_every_score_option_meets_the_portable_kernels(launched, source):
     configs = [c for case in cases for c in launched[case.name] if c.source == source]
     met = {name: {getattr(c, name) for c in configs} for name in plain | own}
     missed = [name for name, value in (plain | own).items() if not met[name] - {value}]
-    assert missed == ([] if own else ["heads_in_rows"])  # which are a forward's
+    assert missed == ([] if own else ["heads_in_rows"])  # a field of forwards only
     assert met["bias"] >= {"float16", "float32"}
     assert met["offset"] >= {"value", "lengths", "int64"}
 
@@ -88,7 +88,7 @@ def test_other_kernels_than_those_of_a_case_are_no_success(changes):
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """Return a function that installs a stand-in for compute-sanitizer."""
+    """Return a function that installs a simulated compute-sanitizer."""
 
     def install(body):
         path = tmp_path / "compute-sanitizer"
@@ -169,7 +169,7 @@ def test_report_is_continued_by_other_tools_and_not_clean_with_findings(program,
 
 
 def test_what_cannot_run_is_no_success(monkeypatch, tmp_path):
-    with pytest.raises(SystemExit):  # a report is of all cases
+    with pytest.raises(SystemExit):  # a report needs all cases
         sanitize.main(["--case", "bias", "--json", str(tmp_path / "report.json")])
     assert sanitize.main(["--case", "no such case"]) == 1
     monkeypatch.setattr(sanitize, "find_sanitizer", lambda: None)

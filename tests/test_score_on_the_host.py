@@ -1,7 +1,7 @@
-"""Does score/score.cuh say of every pair what the definition says? Compiled by a host compiler.
+"""Does score/score.cuh compute for every pair what the definition says? By a host compiler.
 
-Scores with every option, their slopes, sinks and the bits of dropout, as the exact paths of the
-kernels ask for them: the same text, without a GPU and without attention.
+It computes scores with every option, their slopes, sinks and the bits of dropout, as the exact
+paths of the kernels use them: from the same text, without a GPU and without attention.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from cuflash._launch import score_params
 
 SUPPORT = Path(__file__).parent / "support"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-HOST_PTX = ("arithmetic", "mma_sync", "special", "tma")  # that host_ptx.h stands for
+HOST_PTX = ("arithmetic", "mma_sync", "special", "tma")  # replaced by host_ptx.h
 HOST_TEXTS = tuple((f"ptx/{n}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for n in HOST_PTX)
 BATCH, HEADS, ROWS, KEYS = 2, 3, 37, 41
 AMP = np.array([0.5, -1.0, 2.0])
@@ -55,15 +55,15 @@ SEED = 2**40 + 7
 
 
 def on_the_edge(entry: int, q: int, k: int) -> float:
-    """The largest probability to drop a score with which this one is kept."""
+    """Return the largest dropout probability that keeps this score."""
     return test_philox.bits(entry, q, k, SEED) / 65536
 
 
-#: Options; for those that are arrays, their dtype.
+#: Options; arrays are given by their dtype.
 CASES: dict[str, dict[str, Any]] = {
     "none": {},
     "alibi": {"alibi_slopes": np.float32, "offset": 5},
-    "softcap": {"softcap": 1.0},  # some products are beyond the bound of the polynomial
+    "softcap": {"softcap": 1.0},  # some products exceed the polynomial's bound
     "high softcap": {"softcap": 50.0, "scale": -0.4},
     "softcap, no polynomial": {"softcap": 1e30},
     "alibi, far": {"alibi_slopes": bfloat16, "offset": np.array([[7], [-(1 << 40)]])},
@@ -127,9 +127,9 @@ def test_every_pair(name: str, tmp_path: Path) -> None:
     score_params.fill(params, problem)
     params["dropout_seed"] = options.seed
     params["entry_number_strides"]["axis"][0] = 1
-    held = []  # every array written out, entries first
+    held = []  # all arrays as (entries, ...)
     present = sorted(score_params.layouts(problem).keys() & options.arrays.keys())
-    for room, option in enumerate(present, 2):  # of entries to each: no two have the same stride
+    for room, option in enumerate(present, 2):  # rows per entry, different in each array
         operand = getattr(problem, option)
         core = operand.shape[2:]
         view = canonical_view(options.arrays[option], operand).reshape(BATCH * HEADS, *core)
@@ -177,7 +177,7 @@ def test_every_pair(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_pairs_are_kept_as_the_definition_says(tmp_path: Path) -> None:
-    """What Hopper's forward multiplies weights with, for every lane."""
+    """Hopper's forward keeps or drops each pair as the mask of dropout says, in every lane."""
     texts = (*HOST_TEXTS, fields_text({"dropout": True}))
     text = jit_source.flatten(str(SUPPORT / "kept_probe.cu"), texts)
     source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"

@@ -1,7 +1,7 @@
 """Do kernels leave out blocks of other segments, and nothing else?
 
-A call with segment ids has the bits of one with a mask that says which ids are equal, which leaves
-out no block: on a C++ compiler with the portable kernels, and on a GPU with all of them.
+A call with segment ids has the bits of a call with the equivalent mask, which leaves out no block.
+The portable kernels run compiled by a C++ compiler, and all kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def sorted_ids(rng: np.random.Generator, n: int) -> np.ndarray:
 
 
 def ids_of(kind: str, n: int) -> np.ndarray:
-    """Ids (BATCH, 1, n) or (n,)."""
+    """Return ids (BATCH, 1, n) or (n,)."""
     rng = np.random.default_rng([n, len(kind)])
     if kind == "sorted":
         return sorted_ids(rng, n)
     if kind == "backwards":
         return -sorted_ids(rng, n)
-    if kind == "runs out of order":  # a segment comes again, with others between
+    if kind == "runs out of order":  # segments come again, with others between
         return np.repeat(rng.integers(0, 3, (BATCH, 1, -(-n // 50))), 50, -1)[..., :n]
     if kind == "shuffled":
         return rng.integers(0, 3, (BATCH, 1, n))
@@ -67,7 +67,7 @@ def inputs(d: int, d_v: int) -> dict[str, np.ndarray]:
 
 
 def options_of(kind: str, dtype: Any, **others: Any) -> dict[str, dict[str, Any]]:
-    """The same visibility by segments, and by masks with rows of SEQLEN_K and of WIDE bytes."""
+    """Return the same visibility as segments, and as masks with rows of SEQLEN_K and WIDE bytes."""
     q, k = (ids_of(kind, n).astype(dtype) for n in (SEQLEN_Q, SEQLEN_K))
     seen = q[..., :, None] == k[..., None, :]
     wide = np.ones((*seen.shape[:-1], WIDE), bool)
@@ -114,7 +114,7 @@ def test_segments_have_the_bits_of_a_mask_and_less_to_copy(kind: str, tmp_path: 
 def test_segments_have_the_bits_of_a_mask(
     head_dims: tuple[int, int], others: dict[str, Any]
 ) -> None:
-    """At head sizes whose tiles are the same for both, so that sums have one order."""
+    """Segments have the bits of masks, at head sizes where both have one tile and order of sums."""
     import cupy
 
     arrays = {name: cupy.asarray(array) for name, array in inputs(*head_dims).items()}
@@ -138,7 +138,7 @@ def test_segments_have_the_bits_of_a_mask(
 
 
 def test_unsigned_ids_are_no_negative_ones() -> None:
-    """The reference compares numbers; kernels compare 64 bits."""
+    """Unsigned ids never equal negative ones, though kernels compare 64 bits."""
     q = np.array([2**63 + 5, 3, 2**64 - 1, 2**64 - 2], np.uint64)
     k = np.array([-(2**63) + 5, 3, -1, -2, LARGEST], np.int64)
     ones = np.ones((4, 1)), np.ones((5, 1)), np.ones((5, 1))

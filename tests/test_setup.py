@@ -106,7 +106,7 @@ def test_what_an_interpreter_lacks_is_named(project, extras, missing):
 
 @pytest.fixture
 def commands(monkeypatch):
-    """Record the commands that would install; the name of a module in ``failing`` makes it fail."""
+    """Record the install commands; one that has the module ``failing`` fails."""
     recorded = SimpleNamespace(calls=[], failing="")
 
     def run(command, **options):
@@ -122,7 +122,7 @@ def commands(monkeypatch):
 
 
 def install(project, commands, *extras) -> list[str]:
-    """Prepare `.venv`; return what was started: venv, and the extras in place of a call of pip."""
+    """Prepare `.venv`; return the commands run: "venv", and for a pip call the extras installed."""
     commands.calls.clear()
     python = setup_env.prepare_venv(extras, project)
     assert Path(python).parents[1] == project / ".venv"
@@ -165,7 +165,7 @@ def test_offline_the_rest_still_runs_where_it_is_enough(project, commands, capsy
 
 
 def test_nvrtc_13_has_a_folder_of_its_own_and_is_installed_once(tmp_path, commands, capsys):
-    """In one environment with it, CuPy for CUDA 12 would compile with NVRTC 13."""
+    """NVRTC 13 is installed once, in a folder of its own: CuPy for CUDA 12 would use it, too."""
     commands.failing = "-c"  # the probe
     setup_env.install_nvrtc("python", tmp_path)
     assert commands.calls[1][-3:] == ["--target", str(tmp_path), setup_env.NVRTC_13]
@@ -187,7 +187,7 @@ def test_documents_install_the_same_nvrtc_and_the_rest_from_the_checkout():
 
 
 def test_the_command_runs_its_program(tmp_path):
-    """The real one, in a checkout with extras that this interpreter has."""
+    """The real command runs its program, in a checkout with extras that this interpreter has."""
     (tmp_path / "tools").mkdir()
     script = shutil.copy(setup_env.__file__, tmp_path / "tools")
     (tmp_path / "pyproject.toml").write_text(

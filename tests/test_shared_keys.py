@@ -1,4 +1,4 @@
-"""Do rows of entries that share keys stay what they are as rows of one matrix?"""
+"""Do rows of entries that share keys stay the same when they become rows of one matrix?"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def layouts_of(problem: Problem) -> dict[str, Layout]:
 
 
 def places(problem: Problem, layouts: dict[str, Layout]) -> list[dict[str, int]]:
-    """Where each row finds what it is made of, entry by entry."""
+    """Return the offsets of each row in every operand, entry by entry."""
     found = []
     for *entry, row in itertools.product(*map(range, (*problem.batch, problem.seqlen_q))):
         of_entry = {
@@ -119,7 +119,7 @@ def test_a_batch_over_keys_of_no_batch() -> None:
 
 
 KEPT: list[tuple[int, dict[str, Any]]] = [
-    (65, SHARED),  # a tile's worth of rows
+    (65, SHARED),  # as many rows as a tile
     (1, {**SHARED, "window": (3, 0)}),
     (1, {**SHARED, "causal": True, "offset": np.zeros((3, 1), np.int64)}),
     (1, {**SHARED, "causal": True, "offset": 3, "kv_lengths": BATCH_LENGTHS}),
@@ -143,7 +143,7 @@ def test_rows_that_differ_stay_apart(rows: int, options: dict[str, Any]) -> None
 
 
 def test_rows_that_are_not_evenly_apart_stay_apart() -> None:
-    """(batch, seqlen, heads, head_dim): the next head is nearer than the next row."""
+    """In (batch, seqlen, heads, head_dim), where the next head is nearer, rows are not merged."""
     q, k = (np.zeros((3, n, h, 16), np.float16) for n, h in ((5, 6), (KEYS, 2)))
     problem = describe(q, k, k, Options(enable_gqa=True), axes=[(-3, -1)] * 4)
     layouts = layouts_of(problem)

@@ -1,4 +1,4 @@
-"""Are the tiles of the tables those that the committed sweeps found best, and fit to be shipped?"""
+"""Are the tables' tiles the best ones of the committed sweeps, and fit to be shipped?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.parts import kernels_of_part
 from support.simulated_sweep import DEVICE, WORK, simulated
 
 H100 = typical("sm_90")
-TABLES = one("forward_sm90", WORK.problem())  # what the tables of the source say
+TABLES = one("forward_sm90", WORK.problem())  # from the tables in the source
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_shipped_tiles_spill_nothing_and_wait_for_no_product():
 
 @pytest.fixture
 def swept(tmp_path, monkeypatch):
-    """Return a function that makes or replaces the one committed sweep of a length."""
+    """Return a function that makes or replaces the committed sweep of one length."""
     monkeypatch.setattr(shipped_tiles, "SWEEPS", tmp_path)
 
     def make(length, *block_n, rows=128, quarters=4, default=None):
@@ -92,15 +92,15 @@ def test_a_tile_is_shipped_only_if_it_is_clearly_faster(swept, monkeypatch):
 
 def test_a_tile_is_shipped_only_if_several_lengths_agree(swept):
     swept(WORK.seqlen_k, 96, 128, quarters=1)
-    assert shipped_width() == TABLES.block_n == 128  # 96 keys are faster, at one length
+    assert shipped_width() == TABLES.block_n == 128  # 96 keys are faster, at one length only
     swept(8192, 96, 128, quarters=1)
     assert shipped_width() == 96
     swept(8192, 112, 128, quarters=1)
-    assert shipped_width() == 128  # the two do not agree
+    assert shipped_width() == 128  # the two lengths do not agree
 
 
 def test_a_tile_is_shipped_only_if_it_was_compared_with_that_of_the_tables(swept):
-    """Whichever was the default of the sweep."""
+    """A tile is shipped only after a comparison with the tables' tile, whatever the default was."""
 
     def swept_with_default(width, length, *also):
         key = measured.key_of(TABLES, H100.name)._replace(replaces="")
@@ -114,13 +114,13 @@ def test_a_tile_is_shipped_only_if_it_was_compared_with_that_of_the_tables(swept
     again = swept_with_default(96, 8192, 128)
     assert dict(best_rows(again)[0].values)["block_n"] == 96  # compared with itself
     assert shipped_width() == 96
-    swept_with_default(64, 8192)  # of which the tables of another day may have made a default
+    swept_with_default(64, 8192)  # a default that older tables may have had
     assert shipped_width() == TABLES.block_n == 128
 
 
 @pytest.mark.parametrize("fact", [{}, {"spill_bytes": 8}, {"warnings": ["C7512"]}], ids=str)
 def test_a_tile_is_shipped_only_if_it_serves_every_call(swept, tmp_path, fact):
-    """It spills nothing, waits for no product, and has no more rows than that of the tables."""
+    """A shipped tile spills nothing, serialises no product, and has as many rows as the tables'."""
     shipped = {}
     for rows in (128, 192):
         for length in (2048, 8192):
@@ -135,7 +135,7 @@ def test_a_tile_is_shipped_only_if_it_serves_every_call(swept, tmp_path, fact):
 
 
 def test_every_committed_sweep_is_one_that_the_script_makes():
-    """Older ones have other batches and numbers of heads."""
+    """The script makes every committed sweep, though older ones have other batches and heads."""
     made = {f"h100-{found.name}": found for found in sweep_tiles.sweeps()}
     for path in sorted(shipped_tiles.SWEEPS.glob("*.jsonl")):
         found, own = tuning.load(path), made[path.stem]

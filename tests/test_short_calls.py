@@ -1,4 +1,4 @@
-"""Which kernels serve calls of at most 64 queries and keys? Small tiles of the portable ones."""
+"""Which kernels compute calls of at most 64 queries and keys? Small tiles of the portable ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_others_are_hoppers(given):
 
 
 def test_a_result_that_joins_another_is_hoppers():
-    """No other forward joins."""
+    """Hopper's forward computes results that join others, as no other forward can."""
     (step,) = choose(changed(SHORT.problem(), joins=True), H100)
     assert step.config.kernel == "forward_sm90"
 

@@ -11,7 +11,7 @@ from cuflash._jit import source
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a folder of our own in place of the kernels'."""
+    """Replace the kernels' folder by an empty one."""
     monkeypatch.setattr(source, "kernels_dir", lambda: tmp_path)
     source.flatten.cache_clear()
     yield tmp_path

@@ -41,9 +41,9 @@ def full(value: Any) -> Any:
 
 @pytest.fixture
 def device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevice]:
-    """Splits as few keys as two parts have: a processor takes its time.
+    """Split even as few keys as make two parts, since the host is slow.
 
-    Parts of packed sequences are so few that those of long ones have more keys.
+    Packed sequences have so few parts that parts of long sequences have more keys.
     """
     few = split_keys.BOUNDS._replace(fewest=512, most_of_ragged=512, packed_parts=3)
     monkeypatch.setattr(split_keys, "BOUNDS", few)
@@ -53,7 +53,7 @@ def device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevic
 
 @pytest.fixture
 def clusters(tmp_path: Any) -> Iterator[HostDevice]:
-    """A device whose thread blocks of a tile are clusters."""
+    """A device on which the thread blocks of a tile form clusters."""
     with host_device(tmp_path, 90, multiprocessors=132, tensor_maps=True) as found:
         yield found
 
@@ -73,7 +73,7 @@ def forward(
 
 @pytest.fixture
 def splits(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Splits the keys of every call into so many parts."""
+    """Return a function that splits the keys of every call into ``parts``."""
 
     def into(parts: int) -> None:
         plan_cache.forget()
@@ -106,8 +106,8 @@ def test_options_are_within_the_budget(device: HostDevice, splits: Any, kind: st
 def test_any_number_of_parts_is_within_the_budget(
     device: HostDevice, splits: Any, dtype: Any
 ) -> None:
-    """And a call with a number of parts has the same bits, whatever memory held."""
-    sink = np.array(0.7, np.float32)  # which one part has
+    """Any number of parts is within the budget, with the same bits whatever memory held."""
+    sink = np.array(0.7, np.float32)  # one part has the sink
     options = {"enable_gqa": True, "kv_lengths": np.array([[10], [333]]), "sink": sink}
     shapes = (2, 4, 2, 24), (2, 2, 350, 24), (2, 2, 350, 24)
     call = make_call("normal", 4, np.dtype(dtype), *shapes, options=options, wrt=())
@@ -125,7 +125,7 @@ def test_any_number_of_parts_is_within_the_budget(
 def test_a_cluster_has_the_bits_of_two_kernels(
     clusters: HostDevice, splits: Any, monkeypatch: pytest.MonkeyPatch, dtype: Any, kind: str
 ) -> None:
-    """And is within the budget, with an odd number of columns, whatever memory held."""
+    """A cluster has the bits of two kernels, within the budget, whatever memory held."""
     given = options_of(5, 700)[kind]
     shapes = (2, 2, 5, 20), (2, 1, 700, 20), (2, 1, 700, 27)
     call = make_call("normal", 1, np.dtype(dtype), *shapes, options=given, wrt=())
@@ -149,7 +149,7 @@ def test_a_cluster_has_the_bits_of_two_kernels(
 def test_rows_are_dealt_out_to_the_blocks_of_a_cluster(
     clusters: HostDevice, splits: Any, rows: int
 ) -> None:
-    """More than there are blocks; results in strides of their own."""
+    """Clusters of fewer blocks than rows are right, with out and lse that are strided."""
     options = {"causal": True, "q_lengths": np.array([rows, rows - 3])}
     shapes = (2, rows, 24), (2, 600, 24), (2, 600, 40)
     call = make_call("normal", 5, np.dtype(np.float16), *shapes, options=options, wrt=())
@@ -163,7 +163,7 @@ def test_rows_are_dealt_out_to_the_blocks_of_a_cluster(
 
 @pytest.mark.full
 def test_a_tile_of_96_rows(clusters: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over as few keys as are split here."""
+    """A tile of 96 rows is within the budget, over as few keys as a cluster splits here."""
     few, many = split_keys.IN_CLUSTERS
     monkeypatch.setattr(split_keys, "IN_CLUSTERS", (few, many._replace(fewest=1024)))
     shapes = (1, 1, 77, 64), (1, 1, 1024, 64), (1, 1, 1024, 64)
@@ -178,7 +178,7 @@ def test_a_tile_of_96_rows(clusters: HostDevice, monkeypatch: pytest.MonkeyPatch
 def test_more_parts_than_a_warp_has_lanes(
     device: HostDevice, splits: Any, seen: dict[str, Any]
 ) -> None:
-    """And more columns; results in strides of their own, and parts that hold no key."""
+    """More parts and columns than lanes are right, with strided results and parts without a key."""
     splits(40)
     options = {"kv_lengths": np.array([2560, 300]), **seen}
     shapes = (2, 3, 24), (2, 2560, 24), (2, 2560, 72)
@@ -193,7 +193,7 @@ def test_more_parts_than_a_warp_has_lanes(
 
 @pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.full), 256])
 def test_tiles_of_two_warps(device: HostDevice, d: int) -> None:
-    """Of 20 queries over as few keys as are split here, with options that rows read."""
+    """Tiles of two warps are right for 20 queries and few keys, with options that rows read."""
     given = {"causal": True, "mask": np.random.default_rng(1).random((20, 600)) < 0.7}
     shapes = (1, 2, 20, d), (1, 2, 600, d), (1, 2, 600, d)
     call = make_call("normal", 1, np.dtype(np.float16), *shapes, options=given, wrt=())
@@ -207,7 +207,7 @@ def test_tiles_of_two_warps(device: HostDevice, d: int) -> None:
 def test_tiles_of_two_warps_are_not_split_where_they_fill_the_device(
     device: HostDevice, keys: int
 ) -> None:
-    """Keys that are few have no such tiles."""
+    """Tiles that fill the device are not split, and few keys have no tiles of two warps."""
     call = make_call("normal", 1, np.dtype(np.float16), (9, 1, 64), (9, keys, 64), (9, keys, 64),
                      options={"sink": np.array(0.7, np.float32)}, wrt=())  # fmt: skip
     Budget(call).check_forward(*forward(call, cuflash.Options(**call.options)))
@@ -230,7 +230,7 @@ def test_tiles_of_two_warps_are_not_split_where_they_fill_the_device(
 def test_queries_of_the_heads_of_a_group_are_rows(
     device: HostDevice, splits: Any, dtype: Any, bound: dict[str, Any]
 ) -> None:
-    """Each with the bound of its query."""
+    """Query heads of a group become rows, each with the bound of its query."""
     given = {"enable_gqa": True, **bound}
     shapes = (2, 6, 5, 24), (2, 2, 350, 24), (2, 2, 350, 24)
     call = make_call("normal", 4, np.dtype(dtype), *shapes, options=given, wrt=())
@@ -244,7 +244,7 @@ def test_queries_of_the_heads_of_a_group_are_rows(
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("kind", ["causal", "sink", "mask", "key bias"])
 def test_narrow_heads(device: HostDevice, splits: Any, dtype: Any, kind: str) -> None:
-    """By the kernel whose threads own rows."""
+    """Narrow heads are split by the kernel whose threads own rows."""
     rng, shapes = np.random.default_rng(3), ((2, 2, 70, 3), (2, 1, 700, 3), (2, 1, 700, 5))
     bias = {"bias": np.where(rng.random((2, 1, 1, 700)) < 0.1, -np.inf, 0.5).astype(dtype)}
     given = bias if kind == "key bias" else options_of(70, 700)[kind]
@@ -257,7 +257,7 @@ def test_narrow_heads(device: HostDevice, splits: Any, dtype: Any, kind: str) ->
 
 @pytest.mark.parametrize("kind", ["causal", pytest.param("sink", marks=pytest.mark.full)])
 def test_packed_sequences_are_split_by_their_own_lengths(device: HostDevice, kind: str) -> None:
-    """And rows of no sequence are zeros; a row has the same bits whatever else is packed."""
+    """Packed sequences split by their own lengths keep their bits beside others; the rest is 0."""
     rng, given = np.random.default_rng(3), {"causal": True}
     if kind == "sink":
         given = {"sink": np.array([1.5, -2.0], np.float32)}
@@ -298,7 +298,7 @@ def test_packed_sequences_are_split_by_their_own_lengths(device: HostDevice, kin
 
 
 def test_logsumexp(device: HostDevice, splits: Any) -> None:
-    """The call without columns of values."""
+    """logsumexp, a call without columns of values, splits keys, too."""
     splits(3)
     rng = np.random.default_rng(9)
     q, k = (rng.standard_normal((2, n, 24)).astype(np.float32) for n in (3, 700))
@@ -313,7 +313,7 @@ def test_logsumexp(device: HostDevice, splits: Any) -> None:
 def test_what_is_not_finite_reaches_the_rows_that_see_it(
     request: pytest.FixtureRequest, splits: Any, where: str
 ) -> None:
-    """NaN in a key of one part and in a value of another; rows before both do not see them."""
+    """A NaN key in one part and a NaN value in another reach only the rows that see them."""
     request.getfixturevalue(where)
     call = make_call("normal", 2, np.dtype(np.float16), (1, 8, 24), (1, 300, 24), (1, 300, 24),
                      options={"causal": True, "offset": 100}, wrt=())  # fmt: skip
@@ -334,7 +334,7 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it(
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("size", [1e4, 6e4])
 def test_values_and_scores_that_are_large(splits: Any, size: float) -> None:
-    """The mean of values near the largest number, and rows far from 0."""
+    """Means of values near the largest number are finite, and rows far from 0 within the budget."""
     splits(3)
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal((1, n, 16)).astype(np.float32) for n in (4, 200))
@@ -370,44 +370,44 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
     lengths = np.array([[3], [100_000]])
     assert parts((1, 8), 1, 2047) == 0
     assert parts((1, 8), 1, 2048) == 11  # two blocks of 96 keys each: 16 parts may be short
-    assert parts((1, 8), 1, 8192) == 29  # three, which are 256 keys at least
+    assert parts((1, 8), 1, 8192) == 29  # three blocks, as a part has at least 256 keys
     assert parts((1, 8), 1, 511, capability=90) == 0
     assert parts((1, 8), 1, 512, capability=90) == 8  # a cluster, one block of 64 keys each
     assert parts((1, 8), 64, 512, capability=90) == 8
     assert parts((1, 8), 1, 2048, capability=90) == 8
     assert parts((2, 8), 1, 512, capability=90) == 8
-    assert parts((3, 8), 1, 512, capability=90) == 0  # tiles enough
+    assert parts((3, 8), 1, 512, capability=90) == 0  # enough tiles
     assert parts((1, 8), 77, 4096, capability=90) == 8
     assert parts((1, 8), 1, 2049, capability=90) == 11  # by two kernels
-    assert parts((1, 8), 1, 2047, capability=90, d=256) == 0  # columns are dealt out
+    assert parts((1, 8), 1, 2047, capability=90, d=256) == 0  # columns are split
     assert parts((1, 8), 1, 496, page_size=16) == 0
     assert parts((1, 8), 1, 512, page_size=16) == 8  # one block of 64 keys
-    assert parts((1, 8), 64, 512, page_size=16) == 6  # of 96, by another tile
+    assert parts((1, 8), 64, 512, page_size=16) == 6  # blocks of 96 keys, by another tile
     assert parts((1, 8), 65, 2032, page_size=16) == 0
     assert parts((1, 8), 65, 2047) == 0
-    assert parts((1, 8), 65, 2048) == 8  # of 256
+    assert parts((1, 8), 65, 2048) == 8  # of 256 keys
     assert parts((1, 8), 1, 65536) == 63  # 8 tiles, four on each of 132 SMs
     assert parts((1, 8), 1, 65536, sms=66) == 33
     assert parts((1, 8), 1, 65536, sms=0) == 0
-    assert parts((1, 8), 1, 65536, d=256) == 16  # columns are dealt out too
-    assert parts((1, 1), 1, 262_144, sms=1000) == 249  # of at most 256, none without keys
-    assert parts((16, 8), 1, 8191) == 0  # tiles enough
+    assert parts((1, 8), 1, 65536, d=256) == 16  # columns are split, too
+    assert parts((1, 1), 1, 262_144, sms=1000) == 249  # at most 256 parts, none without keys
+    assert parts((16, 8), 1, 8191) == 0  # enough tiles
     assert parts((16, 8), 1, 8192) == 4  # four tiles of few rows share an SM
     assert parts((16, 8), 33, 8192) == 0
     assert parts((64, 8), 1, 2047) == 0
     assert parts((64, 8), 1, 4096) == 1
     assert parts((2, 64), 1, 100_000) == 4
     assert parts((2, 64), 1, 100_000, d=256) == 0
-    assert parts((2, 64), 1, 100_000, kv_lengths=lengths) == 25  # of 4096 keys at most
+    assert parts((2, 64), 1, 100_000, kv_lengths=lengths) == 25  # at most 4096 keys each
     assert parts((2, 64), 1, 4096, kv_lengths=lengths // 100) == 0
     assert parts((2, 64), 64, 100_000, kv_lengths=lengths) == 25
     assert parts((2, 64), 65, 100_000, kv_lengths=lengths) == 0
     assert parts((1, 8), 512, 50_000) == 8
-    assert parts((1, 8), 512, 4095) == 0  # queries are not few
+    assert parts((1, 8), 512, 4095) == 0  # too many queries
 
 
 def test_a_tile_of_hopper_does_not_split_the_keys_of_packed_sequences() -> None:
-    """Where a call has it by ``config=``; the kernel that is chosen splits them."""
+    """Hopper's tile by ``config=`` splits no keys of packed sequences; the chosen kernel does."""
     q, k = (np.empty((2, n, 64), np.float16) for n in (8, 8000))
     ends = {"cu_seqlens_q": np.arange(9), "cu_seqlens_k": 1000 * np.arange(9)}
     problem = describe_packed(q, k, k, cuflash.Options(), ends, axes=None, precision=None)
@@ -422,7 +422,7 @@ def test_a_tile_of_hopper_does_not_split_the_keys_of_packed_sequences() -> None:
 def test_a_workspace_suffices_wherever_arrays_lie(
     monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:
-    """At addresses that the copy engine cannot load from, and out and lse with gaps anywhere."""
+    """A workspace suffices for any addresses, and for out and lse with gaps anywhere."""
     monkeypatch.setattr(run, "runtime", SimpleNamespace(getDevice=lambda: 0))
     rng, own, needed = np.random.default_rng(0), hardware.typical(arch), set()
     for _ in range(150):

@@ -1,7 +1,7 @@
 """Do the parts of split queries, and several sums of dq, add up to the gradients?
 
-Kernels that add up are run by a C++ compiler. Where their float32 sums lie is written down here
-once more, from the picture in `kernels_cu/tile/fragment.cuh`.
+A C++ compiler runs the kernels that add up. The layout of their float32 sums is written here a
+second time, from the picture in `kernels_cu/tile/fragment.cuh`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def problem_of(
     batch: tuple[int, ...], rows: int, keys: int, head_dims: tuple[int, int] = (64, 64),
     heads: tuple[int, int] = (1, 1), **options: Any,
 ) -> Problem:  # fmt: skip
-    """A problem of bfloat16, with heads of queries and heads of keys."""
+    """Return a problem of bfloat16 with (query, key) heads."""
     d, d_v = head_dims
     q = on_device(np.zeros((*batch, heads[0], rows, d), bfloat16))
     k, v = (on_device(np.zeros((*batch, heads[1], keys, w), bfloat16)) for w in (d, d_v))
@@ -51,7 +51,7 @@ def problem_of(
 
 
 def launched(folder: Any, step: LaunchStep, problem: Problem, **arrays: np.ndarray) -> list[str]:
-    """Run one step on the host; ``arrays`` are given by the names of operands."""
+    """Run one step on the host; ``arrays`` are given by operand name. Return the kernels' names."""
     with host_device(folder) as device:
         layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
         layouts |= {f"d{name}": layout for name, layout in layouts.items()}
@@ -62,7 +62,7 @@ def launched(folder: Any, step: LaunchStep, problem: Problem, **arrays: np.ndarr
 
 
 def slice_of(rows: np.ndarray) -> np.ndarray:
-    """16 rows as the lanes of a warp hold them: tile of 8 columns, lane, half, pair."""
+    """Return 16 rows in the order of a warp's registers: tile of 8 columns, lane, half, pair."""
     split = rows.reshape(2, 8, rows.shape[1] // 8, 4, 2)  # half, row, tile, lane of a quad, pair
     return split.transpose(2, 1, 3, 0, 4).ravel()
 
@@ -70,7 +70,7 @@ def slice_of(rows: np.ndarray) -> np.ndarray:
 @needs_compiler
 @pytest.mark.parametrize("head_dims", [(64, 64), (40, 24), (128, 64)], ids=str)
 def test_parts_of_dk_and_dv_are_added_in_their_order(tmp_path: Any, head_dims: Any) -> None:
-    """Bit for bit; keys of a ragged slice that do not exist, and columns between, are not read."""
+    """Parts of dk and dv are added in order, to the bit; padded keys and columns are not read."""
     batch, heads_kv, group, keys, parts, scale = 2, 2, 3, 77, 3, 0.37
     problem = problem_of(
         (batch,), 50, keys, head_dims, (heads_kv * group, heads_kv), scale=scale
@@ -104,7 +104,7 @@ def test_parts_of_dk_and_dv_are_added_in_their_order(tmp_path: Any, head_dims: A
 
 @needs_compiler
 def test_parts_of_packed_sequences_lie_apart(tmp_path: Any) -> None:
-    """Each begins with a slice of its own; rows of no sequence are not written."""
+    """Parts of each sequence begin with a new slice, and rows of no sequence are not written."""
     ends, total, parts, d = [0, 5, 5, 40, 60], 77, 2, 64
     cu = on_device(np.array(ends, np.int32))
     q = on_device(np.zeros((3, total, d), bfloat16))
@@ -136,7 +136,7 @@ def test_parts_of_packed_sequences_lie_apart(tmp_path: Any) -> None:
 @needs_compiler
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 def test_several_sums_of_dq_are_added_in_their_order(tmp_path: Any, head_dim: int) -> None:
-    """Where no tile of keys of a sum sees a block of queries, nothing was stored."""
+    """Sums of dq are added in order, without those to which no tile of keys has stored."""
     entries, seqlen_q, seqlen_k, count = 2, 333, 700, 5
     problem = problem_of((entries,), seqlen_q, seqlen_k, (head_dim, head_dim), window=(180, 0))
     config = chosen.fused(problem, deterministic=True)
@@ -167,7 +167,7 @@ def test_several_sums_of_dq_are_added_in_their_order(tmp_path: Any, head_dim: in
 def splits_of(
     problem: Problem, num_sms: int = 132, *, deterministic: bool = True
 ) -> tuple[int, int]:
-    """Parts of the queries, and sums of dq, on a Hopper with so many multiprocessors."""
+    """Return the parts of queries, and sums of dq, on a Hopper device with ``num_sms`` SMs."""
     device = hardware.typical("sm_90a")._replace(multiprocessors=num_sms)
     steps = choose(problem, device, wanted=Wanted.of("qkv"), deterministic=deterministic)
     fused = next(step for step in steps if step.config.computes == "dqkv")
@@ -178,7 +178,7 @@ def splits_of(
 
 def test_numbers_of_parts_follow_from_shapes_and_device() -> None:
     plain = problem_of((8, 16), 4096, 4096)
-    assert splits_of(plain) == (1, 1)  # tiles enough
+    assert splits_of(plain) == (1, 1)  # enough tiles
     shared = problem_of((2,), 4096, 4096, heads=(32, 1), window=(None, 0))
     parts, sums = splits_of(shared)
     assert parts in (4, 8, 16), "a divisor of the heads that share keys"
@@ -221,7 +221,7 @@ def test_a_workspace_has_room_for_every_part_and_sum(monkeypatch: pytest.MonkeyP
 def gradient_of(
     heads: tuple[int, int], rows: int, d: int, batch: int = 1, **options: Any
 ) -> tuple[LaunchStep, Workspace]:
-    """On a Hopper, of self attention: the step of all gradients, and the workspace."""
+    """Return the step of all gradients of self-attention on Hopper, and the workspace."""
     q, k = (np.empty((batch, n, rows, d), bfloat16) for n in heads)
     problem = describe(q, k, k, Options(enable_gqa=heads[0] != heads[1], **options))
     steps = choose(problem, hardware.typical("sm_90"), wanted=Wanted.of("qkv"))
@@ -230,7 +230,7 @@ def gradient_of(
 
 
 def test_workspaces_have_the_sizes_of_the_document() -> None:
-    """``docs/backward-sm90.md``, "Few tiles"."""
+    """Workspaces have the sizes of ``docs/backward-sm90.md``, "Few tiles"."""
     heads_of = {64: 32, 128: 16, 192: 16, 256: 8}
     wholes = [gradient_of((h, h), 4096, d, batch=4)[1].size for d, h in heads_of.items()]
     assert [round(size / 1e6, 1) for size in wholes] == [138.4, 136.3, 203.5, 135.3]
@@ -247,7 +247,7 @@ def test_workspaces_have_the_sizes_of_the_document() -> None:
     [(64, 1, 39), (96, 1, 45), (128, 1, 59), (64, 8, 78), (128, 8, 225)],
 )
 def test_what_few_tiles_take_is_bounded(d: int, group: int, most: int) -> None:
-    """In MB, beyond one sum of dq; ``docs/backward-sm90.md`` says so."""
+    """Few tiles take at most this many MB beyond one sum of dq, as in ``docs/backward-sm90.md``."""
     split = 0
     for heads, tiles, causal in itertools.product(range(1, 133), range(1, 133), (False, True)):
         if heads * tiles > 132:
@@ -265,7 +265,7 @@ def test_what_few_tiles_take_is_bounded(d: int, group: int, most: int) -> None:
 
 @pytest.fixture
 def split_into(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Splits the queries and sums of dq of every call into so many."""
+    """Return a function that splits the queries and sums of dq of every call."""
     if cupy.cuda.Device().compute_capability != "90":
         pytest.skip("the device has no wgmma")
 
@@ -279,7 +279,7 @@ def split_into(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def gradients_of(call: Call) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Gradients in one pass over poisoned memory, with the out and lse that they are of."""
+    """Return gradients of one pass in poisoned memory, and the out and lse that they are of."""
     dout, q, k, v = (cupy.asarray(call.array(name)) for name in ("dout", "q", "k", "v"))
     on_gpu = {n: cupy.asarray(x) if hasattr(x, "shape") else x for n, x in call.options.items()}
     options = Options(**on_gpu)
@@ -301,7 +301,10 @@ def gradients_of(call: Call) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, n
 def test_any_number_of_parts_is_within_the_budget(
     split_into: Any, head_dims: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    """And has the same bits in 20 runs: heads that share keys, few keys, few queries."""
+    """Any number of parts is within the budget, with the same bits in 20 runs.
+
+    Heads share keys, keys are few, or queries are few.
+    """
     d, d_v = head_dims
     for heads, rows, keys in (((8, 2), 300, 515), ((2, 2), 700, 77), ((2, 2), 77, 900)):
         call = make_call(
@@ -325,7 +328,7 @@ def test_any_number_of_parts_is_within_the_budget(
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_reaches_those_who_see_it(split_into: Any, value: float) -> None:
-    """Rows of dk, dv and dq that come out non-finite are computed again by who adds parts up."""
+    """Non-finite rows of dk, dv and dq are right: the kernel that adds parts recomputes them."""
     call = make_call(
         "normal", 5, np.dtype(np.float16), (2, 4, 300, 64), (2, 2, 400, 64), (2, 2, 400, 64),
         options={"causal": True, "enable_gqa": True},
@@ -344,7 +347,7 @@ def test_what_is_not_finite_reaches_those_who_see_it(split_into: Any, value: flo
 
 @pytest.mark.gpu
 def test_lengths_of_an_entry_change_no_bits_of_another(split_into: Any) -> None:
-    """Parts begin at places that extents of arrays decide."""
+    """An entry's lengths change no bits of another: extents of arrays decide where parts begin."""
     split_into(4, 3)
     found = []
     for rows, keys in ((300, 77), (5, 399)):

@@ -1,4 +1,4 @@
-"""Does the copy engine see an array as it lies, and is refused what it cannot walk?"""
+"""Does the copy engine see an array in its layout, and are arrays refused that it cannot load?"""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ C_STREAM_ID = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(cty
 
 
 class Driver:
-    """Stands for the driver's library: takes arguments as C does, writes the number of the call.
+    """A simulated driver library: takes arguments as C does, writes the number of the call.
 
-    An address is written over the first bytes of a map.
+    It writes an address over the first bytes of a map.
     """
 
     def __init__(self, error: int = 0) -> None:
@@ -127,7 +127,7 @@ class Driver:
 
 @pytest.fixture
 def load(monkeypatch):
-    """Return a function that puts a library in the driver's place."""
+    """Return a function that replaces the driver by a library."""
 
     def put(library):
         driver.function.cache_clear()

@@ -35,7 +35,7 @@ SHAPES = ((2, 3, 40, 8), (2, 3, 48, 8), (2, 3, 48, 6))
 
 
 def backward(call: Call) -> tuple[Any, cuflash.Gradients]:
-    """The library's result and gradients."""
+    """Return result and gradients by cuflash."""
     result = cuflash.attention(*call.qkv, **call.options, return_lse=True)
     gradients = cuflash.attention_backward(
         call.dout, *call.qkv, *result, dlse=call.dlse, wrt=call.wrt, **call.options
@@ -100,7 +100,7 @@ def test_axes_options_and_precision():
     "dtypes", [(np.float16,) * 3, (np.float32, np.float32, np.float64)], ids=str
 )
 def test_products_of_tf32_are_those_of_float32(dtypes):
-    """No other dtype has them: its budget stays as it is."""
+    """TF32 products have a wider budget in float32 only; other dtypes keep their budget."""
     call = make_call("normal", 0, dtypes, *SHAPES)
     out = cuflash.attention(*call.qkv).astype(np.float64)
     assert_attention_close(out, *call.qkv, precision="tf32")
@@ -115,7 +115,7 @@ def test_dropout_is_rounded_as_the_library_rounds_it(p):
 
 
 def test_gradients_are_those_of_the_out_that_is_given():
-    """Of values with a common part the roundings of out decide dq: none in an out of float32."""
+    """Gradients belong to the out given: for values with a common part its rounding decides dq."""
     call = make_call("normal", 0, "bfloat16", (2, 128, 32), (2, 128, 32), (2, 128, 32))
     call = call.but(v=(call.v + 100).astype(call.dtype))
     out = np.empty(call.v.shape, np.float32)
@@ -196,7 +196,7 @@ def test_wrong_arguments_are_named():
     ],
 )
 def test_names_that_could_not_be_drawn_are_refused(strategy, message):
-    """A misspelt option was never drawn, and the test passed."""
+    """A name that could not be drawn is refused, or a test of a misspelt option would pass."""
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         find(strategy(), lambda _: True)
 
@@ -252,12 +252,12 @@ def test_every_dtype_of_arrays_is_drawn(dtype):
 
 
 def has(name: str, holds: Any = lambda _: True) -> Any:
-    """Whether a call has an option of which something holds."""
+    """Return whether a call has an option for which ``holds`` is true."""
     return lambda call: name in call.options and bool(holds(call.options[name]))
 
 
 def core_of(name: str, rows: bool, keys: bool) -> Any:
-    """Whether an option has one element for all rows, or for all keys, of many."""
+    """Return whether an option has a core of all or one of the rows, and all or one of the keys."""
 
     def holds(call: Call) -> bool:
         full = (call.q.shape[-2], call.k.shape[-2])
@@ -268,14 +268,14 @@ def core_of(name: str, rows: bool, keys: bool) -> Any:
 
 
 def of_all_rows(call: Call) -> bool:
-    """Whether an array of lengths has one that hides no row."""
+    """Return whether q_lengths is an array with a length of all rows."""
     lengths = call.options.get("q_lengths")
     return isinstance(lengths, np.ndarray) and 0 < lengths.max(initial=0) == call.q.shape[-2]
 
 
 CORES = [(rows, keys) for rows in (True, False) for keys in (True, False)]
 COUNTS = ("offset", "q_lengths", "kv_lengths")
-#: What a strategy that draws every call has to reach.
+#: Kinds of calls that a strategy of all calls must draw.
 DRAWN: dict[str, Any] = {
     **{f"family {name}": lambda c, n=name: c.origin.startswith(f"{n},") for name in OF_EVERY_DTYPE},
     **{str(np.dtype(t)): lambda c, t=t: c.dtype == t for t in DTYPES},
@@ -317,7 +317,7 @@ DRAWN: dict[str, Any] = {
 
 
 def test_every_kind_of_call_is_drawn():
-    """What a strategy no longer reaches would be tested by nobody."""
+    """Every kind of call is drawn, as no test would have the kinds that are not."""
     missing = dict(DRAWN)
 
     def all_reached(call: Call) -> bool:
@@ -394,7 +394,7 @@ def near(logit: float) -> Any:
     return lambda call: abs(np.median(scores(call)) / logit - 1) < 0.1 and spread(call)[2] > 0.9
 
 
-#: What each family is said to be.
+#: What the documentation says of each family.
 CLAIMS: dict[str, Any] = {
     "uniform": between(0, 1, dout=False),
     "normal": lambda c: np.allclose(spread(c), 1, atol=0.1),

@@ -20,7 +20,7 @@ def writer() -> generate_text.Writer:
 
 
 def test_the_gradient_is_that_of_the_loss() -> None:
-    """Along the gradient the loss changes by its squared length."""
+    """The gradient is right: along it the loss changes by its squared length."""
     shape = transformer.Shape(num_layers=1, num_heads=2, head_dim=4, num_classes=5)
     writer = generate_text.Writer(np, "abcde", shape, seed=3)
     writer.parameters = {n: a.astype(np.float64) for n, a in writer.parameters.items()}

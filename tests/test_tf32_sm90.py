@@ -1,7 +1,7 @@
 """Are Hopper's kernels for float32 within the budget, over several tiles, at every kind of layout?
 
-One warpgroup splits what is streamed, so the edges of blocks, columns past the true width and
-strides are its own, not those of the portable kernels' copies.
+One warpgroup splits the streamed operands. So edges of blocks, columns past the true width and
+strides are handled by it, and not by the portable kernels' copies.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_every_family_of_inputs(head_dim: int, causal: bool, family: str) -> Non
 @pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_sums_of_two_thousand_terms(causal: bool, tf32: bool) -> None:
-    """Every row sees 300 keys, so that rows err alike and R1 and R2 hold for out."""
+    """Sums of 2000 terms are right; each row sees 300 keys, so that R1 and R2 hold for out."""
     import cupy
 
     rows, keys = (1, 2000, 64), (1, 2300, 64)
@@ -122,7 +122,7 @@ def test_sums_of_two_thousand_terms(causal: bool, tf32: bool) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_weights_are_exact_one_by_one(head_dim: int, family: str) -> None:
-    """Values of 0 and 1 sum weights, whose errors cannot cancel."""
+    """Single weights are exact: values of 0 and 1 sum them, and their errors cannot cancel."""
     import cupy
 
     rows, keys = ((1, 2, n, head_dim) for n in (330, 300))
@@ -132,7 +132,7 @@ def test_weights_are_exact_one_by_one(head_dim: int, family: str) -> None:
 
 @pytest.mark.gpu
 def test_keys_that_other_entries_share() -> None:
-    """Gradients of keys are sums over entries, those of queries are the portable kernel's."""
+    """Shared keys and shared queries have right gradients; the latter by the portable kernel."""
     import cupy
 
     call = make_call("normal", 6, np.float32, (3, 2, 200, 64), (1, 2, 150, 64), (1, 2, 150, 64))
@@ -190,7 +190,7 @@ def test_what_lies_beyond_lengths_reaches_nothing(head_dim: int) -> None:
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_config_decides_and_bits_repeat(head_dim: int, precision: str) -> None:
-    """The portable kernels, asked for by their configurations, differ in bits at most."""
+    """A config decides which kernels run, and bits repeat; portable kernels differ by roundings."""
     import cupy
 
     call = call_of((head_dim, head_dim), OPTIONS["causal"])

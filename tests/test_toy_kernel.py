@@ -1,4 +1,4 @@
-"""What does a new kernel take? A source, a module of the same name, and a line of the registry."""
+"""What does a new kernel need? A source, a module of the same name, and a line in the registry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cuflash.tuning import _kernels
 from support.forward_of_no_keys import ForwardOfNoKeysConfig
 
 NAME = "forward_of_no_keys"
-#: Its source and its room, as they would stand in kernels_cu and cuflash/_kernels.
+#: The folder of its source and module, as they would be in kernels_cu and cuflash/_kernels.
 FOLDER = Path(__file__).with_name("support")
 
 
@@ -31,13 +31,13 @@ def problem_of(keys: int, columns: int = 64, dtype: type = np.float32) -> Proble
 
 @pytest.fixture(autouse=True)
 def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A house with one more room: the sources with a new one, and the registry with a new line."""
+    """Add a kernel: a folder of sources with one more, and a registry with one more line."""
     cuda = tmp_path / "kernels_cu"
     cuda.mkdir()
     for path in jit_source.kernels_dir().iterdir():
         (cuda / path.name).symlink_to(path)
     (cuda / f"{NAME}.cu").symlink_to(FOLDER / f"{NAME}.cu")
-    kernels = {NAME: ForwardOfNoKeysConfig, **registry.KERNELS}  # a line before the others
+    kernels = {NAME: ForwardOfNoKeysConfig, **registry.KERNELS}  # before the others
     monkeypatch.setattr(registry, "KERNELS", kernels)
     monkeypatch.setattr(jit_source, "kernels_dir", lambda: cuda)
     jit_source.flatten.cache_clear()

@@ -1,8 +1,8 @@
 """What does a new score option cost? Two are added here: few files each, and no kernel.
 
-`shift`, an array with a number for each head, and `lift`, one number, are added to scores. They go
-into a copy of the library by the edits that docs/adding-a-feature.md asks for. The copy then runs
-them on the CPU path, in the covering array and in kernels that a C++ compiler makes.
+`shift`, an array with a number for each head, and `lift`, one number, are added to scores. The
+edits that docs/adding-a-feature.md asks for add them to a copy of cuflash. The copy then runs them
+on the CPU path, in the covering array and in kernels that a C++ compiler makes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 from support.host_device import COMPILER
 
 ROOT = Path(__file__).resolve().parents[1]
-#: By file: a text that is there once, and what is written before it.
+#: file -> (a text that occurs once, the text to insert before it)
 EDITS = {
     "cuflash/_problem/option_table.py": (
         ('    Option(\n        "scale"', '    Option("shift", checks.floats, "add", {"shift": ""}, '
@@ -72,7 +72,7 @@ def test_adding_an_option_edits_few_files_and_no_kernel():
 
 @pytest.fixture(scope="module")
 def copy_with_option(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library with the option, and the tests' support."""
+    """Return a copy of cuflash with the options, and of the tests' support."""
     folder = tmp_path_factory.mktemp("copy")
     for name in ("cuflash", "kernels_cu", "tests/support", "tools"):
         left_out = shutil.ignore_patterns("__pycache__")

@@ -18,7 +18,7 @@ SHORT = Training(shape=SMALL, steps=25, batch=16, learning_rate=5e-3)
 
 
 def made_up_digits(xp=np, shape=SMALL):
-    """Four images, each again and again under noise."""
+    """Return noisy copies of one image per class."""
     rng = np.random.default_rng(3)
     labels = rng.integers(0, shape.num_classes, 400)
     images = rng.random((shape.num_classes, shape.seqlen))[labels]
@@ -78,7 +78,7 @@ def test_errors_of_the_model_arithmetic_are_of_the_dtype():
         arithmetic = train_transformer.MonteCarlo(np, dtype, np.random.default_rng(0))
         off = abs(arithmetic.rounded(a) / a - 1)
         assert 0.99 * unit < off.max() <= unit
-    # One sum after the other in float32 errs as much as the model, which may be a little above.
+    # Adding one term after another in float32 errs as the model, which may be a little above.
     total = np.zeros((200, 200), np.float32)
     for column, row in zip(a.T, b, strict=True):
         total += np.float32(column[:, None].astype(np.float32) * row.astype(np.float32))
@@ -90,7 +90,7 @@ def test_errors_of_the_model_arithmetic_are_of_the_dtype():
 
 
 def test_adam_by_hand():
-    """The first step has the length of the learning rate, the second is the decays' mean."""
+    """Adam's first step has the length of the learning rate, the second the mean of its decays."""
     parameters = {"x": np.array([1.0, 1.0])}
     adam = transformer.Adam(np, parameters, 0.1)
     adam.step(parameters, {"x": np.array([5.0, -0.2])})
@@ -109,7 +109,7 @@ def test_curves_agree_and_fall(dtype):
 
 
 def test_a_wrong_gradient_leaves_the_curve(monkeypatch):
-    """The gradient of k is too large by a thousandth."""
+    """A gradient of k that is 0.1 % too large leaves the curve."""
     right = train_transformer.fused
 
     def wrong(*given):
@@ -151,7 +151,7 @@ def test_digits_without_scikit_learn_name_the_extra(monkeypatch, capsys):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [6, 80])
 def test_curves_agree_on_the_gpu(head_dim):
-    """Rows of 6 columns are no multiples of 16 bytes; Hopper's own kernels take 80."""
+    """Curves agree with heads of 6, no multiple of 16 bytes, and of 80, by Hopper's own kernels."""
     from cuflash._launch import plan_cache
     from cuflash._select import hardware
     from support.portable import planned_launchers

@@ -20,7 +20,7 @@ def clouds(n=40, m=50):
 
 
 def plan_matrix(plan):
-    """P, rows and columns of which have to sum to 1/n and 1/m."""
+    """Return P, whose rows sum to 1/n and columns to 1/m in a solution."""
     exponents = plan.scale * plan.x @ plan.y.T - plan.phi[:, None] - plan.psi
     return np.exp(exponents) / exponents.size
 
@@ -39,7 +39,7 @@ def test_steps_are_those_of_the_textbook():
     ("epsilon", "moved"), [(0.05, 0.0), (0.03, 2.0), (0.03, -2.0), (2e-4, 2.0), (2e-4, -2.0)]
 )
 def test_potentials_of_the_textbook_also_beyond_what_exp_holds(epsilon, moved):
-    """Of the smallest epsilon all of a row underflow, or one overflows."""
+    """Potentials are the textbook's, even where all of a row underflow or an element overflows."""
     x, y = clouds(40, 40)
     phi = psi = np.full(40, moved / epsilon)
     plan, dense = (kind(x, y, epsilon, phi, psi) for kind in (Plan, DensePlan))
@@ -66,7 +66,7 @@ def test_rows_and_columns_of_the_last_plan(relaxation):
 
 
 def test_the_plan_is_nearly_the_best_assignment():
-    """Entropy costs at most epsilon log n (Peyre and Cuturi 2019, proposition 4.1)."""
+    """The plan costs at most epsilon log n above the least (Peyre and Cuturi 2019, prop. 4.1)."""
     from scipy.optimize import linear_sum_assignment
 
     x, y = clouds(60, 60)
@@ -88,7 +88,7 @@ def test_another_epsilon_keeps_the_potentials():
 
 
 def sinkhorn_of_logarithms(x, y, epsilon, steps):
-    """The plan by potentials f and g of a matrix of costs; nothing of it is the example's."""
+    """Return the plan by potentials f and g of a cost matrix, without code of the example."""
     from scipy.special import logsumexp
 
     kernel = -(np.linalg.norm(x[:, None] - y, axis=-1) ** 2) / epsilon
@@ -121,7 +121,7 @@ def made_up_photographs():
 
 
 def assert_other_colours(photographs, painted, atol):
-    """Each painted image has the mean colour of the other photograph."""
+    """Check that each painted image has the mean colour of the other photograph."""
     for after, other in zip(painted, reversed(photographs.images), strict=True):
         np.testing.assert_allclose(after.mean(axis=(0, 1)), other.mean(axis=(0, 1)), atol=atol)
 
@@ -145,7 +145,7 @@ def test_the_check_notices_wrong_potentials(monkeypatch, capsys):
     assert "NOT THE SAME" in capsys.readouterr().out
 
 
-#: A quick run.
+#: Arguments of a quick run.
 FEW = ["--device", "cpu", "--pixels", "200", "--epsilon", "0.02"]
 
 
@@ -159,7 +159,7 @@ def test_the_program(tmp_path, capsys):
 
 
 def test_pictures_are_optional_and_photographs_are_not(tmp_path, monkeypatch, capsys):
-    """Both tell which extra brings them."""
+    """Pictures may be missing, and photographs may not; both messages name the extra to install."""
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert colour_transfer.main(FEW) == 2
     assert "pip install '.[examples]'" in capsys.readouterr().err
@@ -192,7 +192,7 @@ def test_a_plan_on_the_gpu(gpu):
 @pytest.mark.own_memory
 @pytest.mark.slow
 def test_every_pixel_of_both_photographs(gpu):
-    """Sums of the plan's columns are formed anew, in float64 and without cuflash."""
+    """Column sums of the whole plan are right, recomputed in float64 without cuflash."""
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     xp, tolerance, epsilon = gpu.xp, 1e-3, 0.004
     photographs, pool = colour_transfer.load_photographs(), xp.get_default_memory_pool()
@@ -202,7 +202,7 @@ def test_every_pixel_of_both_photographs(gpu):
     before = pool.total_bytes()
     plan = colour_transfer.find_plan(gpu, x, y, epsilon, tolerance)
     painted = photographs.painted(gpu, plan)
-    assert pool.total_bytes() - before < 10**9  # blocks that were freed stay in the pool
+    assert pool.total_bytes() - before < 10**9  # freed blocks stay in the pool
     x, y, phi, psi = (a.astype(np.float64) for a in (x, y, plan.phi, plan.psi))
     sums = xp.empty_like(psi)
     for start in range(0, len(y), 256):

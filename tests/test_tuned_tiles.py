@@ -1,4 +1,4 @@
-"""Are measured tiles used for what they were measured with, and for nothing else?"""
+"""Are measured tiles used for calls like the measured ones, and for no others?"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def shipped(monkeypatch, tmp_path):
 
 
 def row(**given):
-    """A row for the forward of Hopper at head size 128, as it stands in a file."""
+    """Return a row of Hopper's forward at head size 128, as in a file."""
     base = {
         "kernel": "forward_sm90", "dtype": "bfloat16", "head_dim": 128, "head_dim_v": 128,
         "options": "plain", "device": H100.name,
@@ -52,12 +52,12 @@ def written(tmp_path, *rows, name="tiles.json"):
 
 
 def table_of(work=WORK):
-    """What the tables of the source say."""
+    """Return the configuration by the tables in the source."""
     return one("forward_sm90", work.problem())
 
 
 def chosen(work=WORK, device=H100.name):
-    """What runs."""
+    """Return the configuration that runs."""
     return forward_of(work.problem(), H100._replace(name=device))
 
 
@@ -149,7 +149,7 @@ def test_a_bad_row_of_the_variable_is_named_when_it_would_be_used(
 
 
 def test_a_row_for_more_shared_memory_than_the_device_has_is_named(tmp_path, monkeypatch):
-    """Edited by hand, say. Later the error would name ``config``, which nobody gave."""
+    """A row, say edited by hand, that needs more shared memory is named, and not ``config``."""
     values = {"block_m": 128, "block_n": 128, "num_stages": 4}
     monkeypatch.setenv("CUFLASH_TILES", str(written(tmp_path, row(values=values))))
     needed = measured.with_values(table_of(), values).smem_bytes
@@ -199,7 +199,7 @@ def test_the_callers_config_goes_before_a_table(tmp_path):
 
 
 def test_a_config_whose_tile_is_not_legal_for_the_call_says_why():
-    """That of another head size, as here, or of other options."""
+    """A config of another head size, as here, or of other options says why it is not legal."""
     narrow, wide = (
         fused(replace(WORK, head_dim=size, head_dim_v=size).problem(), deterministic=True)
         for size in (64, 128)
@@ -260,7 +260,7 @@ def test_saving_keeps_the_rows_of_others(tmp_path):
     assert kept == {"causal": row()["values"], "plain": result.best["values"]}
 
 
-#: Saves one sweep for each of five devices that are named after its second argument.
+#: Saves one sweep for each of five devices named after its second argument.
 SAVER = """
 import sys
 from dataclasses import replace
@@ -357,7 +357,7 @@ def test_tiles_of_another_device_are_refused(tmp_path, monkeypatch):
 
 
 def test_every_difference_in_code_beside_the_tile_is_in_the_key():
-    """Two configurations of one key differ by their tile alone, or by an option's integer width."""
+    """Configurations with equal keys differ only by tile, or by the integer width of an option."""
     works = [
         replace(WORK, **given)
         for given in (
@@ -381,7 +381,7 @@ def test_every_difference_in_code_beside_the_tile_is_in_the_key():
 @pytest.mark.long
 @pytest.mark.parametrize("kernel", _kernels.KERNELS)
 def test_a_tile_is_traced_to_the_row_of_its_own_kernel(kernel):
-    """Kernels have different parameters: rows of others lack some, and have others."""
+    """A tile is traced to a row of its own kernel; rows of other kernels have other parameters."""
     rows = {}
     for name, work in PROBLEMS.items():
         config = tuning.space(work, name, arch="sm_90a").default
@@ -400,7 +400,7 @@ def test_a_tile_is_traced_to_the_row_of_its_own_kernel(kernel):
     "given", [{"dtype": "float32"}, {"softcap": 30.0}, {"arrays": ("segment_ids",)}]
 )
 def test_gradients_of_wide_heads_get_the_best_tile_in_both_passes(tmp_path, given):
-    """A sweep times dk and dv together, by one tile; each pass has a key of its own."""
+    """A sweep times dk and dv by one tile, and both passes, each with its own key, get the best."""
     work = replace(WORK, head_dim=192, head_dim_v=192, **given)
     own = [c for c in backward_of(work.problem(), H100) if "dkv" in c.source]
     assert [(c.grad_k, c.grad_v) for c in own] == [(True, False), (False, True)]
@@ -439,7 +439,7 @@ def test_a_gradient_in_any_order_has_rows_of_its_own(tmp_path):
 
 
 def test_a_row_replaces_the_tile_that_the_device_that_was_swept_has(tmp_path, monkeypatch):
-    """Of the tables' tiles some are for launches that leave multiprocessors idle."""
+    """A row replaces the swept device's tile: on idle SMs the tables choose other tiles."""
     small = H100._replace(name="NVIDIA H100 PCIe", multiprocessors=114)
     work = replace(WORK, head_dim=64, head_dim_v=64)
     tables = [forward_of(work.problem(), hardware) for hardware in (H100, small)]
@@ -488,7 +488,7 @@ def test_calls_run_with_the_tiles_in_use(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "compile_kernel", lambda c, d: seen.append(c) or compiled(c, d))
     tiles = row(kernel=default.kernel, dtype="float16", device=device.name, values=values)
     expected = cuflash.attention(q, q, q)
-    cuflash.attention(q, q, q)  # recalled from here on
+    cuflash.attention(q, q, q)  # taken from the plan cache from here on
     with tuning.use(written(tmp_path, tiles)):
         found = cuflash.attention(q, q, q)
     again = cuflash.attention(q, q, q)

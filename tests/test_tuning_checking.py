@@ -1,4 +1,4 @@
-"""Does the check of a sweep pass what is right, and nothing that is wrong?"""
+"""Does the check of a sweep pass right results, and nothing that is wrong?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORK = tuning.Workload(2, 4, 2, 4096, 4096, 64, 64, "bfloat16", causal=True)
 
 @pytest.fixture(scope="module")
 def forward():
-    """Return the small problem, its definition, and results of the CPU path as the shipped ones."""
+    """Return the small problem, its inputs and definition, and CPU results taken as the shipped."""
     work = _checking.small(WORK)
     (inputs,) = work.inputs(np)
     truth = _checking.definition(work, "forward_sm90", inputs)
@@ -62,7 +62,7 @@ def test_the_small_problem_cuts_tiles_and_goes_round_rings():
     ],
 )  # fmt: skip
 def test_the_small_problem_has_the_kernels_and_options_of_the_large_one(dtype, arch, given):
-    """All but tiles, which are those of the configuration that is checked."""
+    """The small problem has the large one's kernels and options; its tiles are those checked."""
     hardware = select_hardware.typical(arch)
     rows = ((1, 32, 4), (1, 8, 8), (16, 8, 1), (64, 8, 2), (65, 8, 2), (4096, 16, 16), (4096, 8, 2))
     for seqlen_q, heads_q, heads_kv in rows:
@@ -73,7 +73,7 @@ def test_the_small_problem_has_the_kernels_and_options_of_the_large_one(dtype, a
             work = _checking.small(large)
             assert work.batch * work.heads_q * work.seqlen_q <= 2 * 2 * 700
             forwards = [forward_of(own.problem(), hardware) for own in (large, work)]
-            # Whether keys or queries are split follows from the extents; a sweep gives that, too.
+            # Extents decide whether keys or queries are split. A sweep gives that, too.
             if any(getattr(config, "split_keys", False) for config in forwards):
                 forwards = [forwards[0]] * 2
             chains = []
@@ -148,7 +148,7 @@ def test_a_wrong_mask_a_wrong_scale_and_a_lost_block_are_noticed(forward):
 
 
 def test_less_exact_results_are_noticed(forward):
-    """Each value rounded to one bit less: nothing is wrong but the error of all of them."""
+    """Values rounded to one bit less are noticed by the error of all of them alone."""
     _, _, _, shipped = forward
     bits = shipped["out"].view(np.uint16)
     coarse = ((bits + 1) & np.uint16(0xFFFE)).view(shipped["out"].dtype)
@@ -197,7 +197,7 @@ def test_wide_dtypes_are_compared_in_wider_ones(dtype):
 
 
 class HostCalls:
-    """What ``_timing.Calls`` is, by the CPU path; a configuration is the scale of scores."""
+    """``_timing.Calls`` on the CPU path; a configuration is the scale of scores."""
 
     def __init__(self, workload, kernel, copies=1):
         self.inputs = workload.inputs(np, copies)
@@ -216,7 +216,7 @@ class HostCalls:
 
 
 class HostClock:
-    """A device whose calls are short or long."""
+    """A simulated device whose calls are short or long."""
 
     def __init__(self, ms):
         self.ms, self.stream = ms, SimpleNamespace(synchronize=lambda: None)
@@ -233,7 +233,7 @@ class HostClock:
 
 @pytest.mark.parametrize("ms", [0.01, 1.0])
 def test_the_timed_problem_is_compared_on_its_own_inputs(monkeypatch, ms):
-    """Calls that are short enough for graphs have several sets of inputs."""
+    """The timed problem is compared on its own inputs; calls short enough for graphs have three."""
     monkeypatch.setattr(_timing, "Calls", HostCalls)
     monkeypatch.setattr(_timing, "DeviceClock", lambda: HostClock(ms))
     monkeypatch.setattr(_timing, "config_from_json", lambda scale: scale)
@@ -247,7 +247,7 @@ def test_the_timed_problem_is_compared_on_its_own_inputs(monkeypatch, ms):
 
 
 class UnsteadyCalls(HostCalls):
-    """Whose last bits differ from call to call."""
+    """Calls whose last bits differ from call to call."""
 
     def on_host(self):
         self.last_bit = not getattr(self, "last_bit", False)
@@ -294,7 +294,7 @@ def test_bits_are_compared_where_they_are_promised(monkeypatch, deterministic):
 def test_kernels_are_swept_on_the_device(
     tmp_path, dtype, head_dim, heads_kv, softcap, number, options
 ):
-    """Every kernel of Hopper, the narrow forward, and partners; short enough for graphs."""
+    """Hopper's kernels, the narrow forward and partners are swept, all short enough for graphs."""
     sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": 512, "seqlen_k": 512}
     work = replace(WORK, dtype=dtype, heads_kv=heads_kv, softcap=softcap, **sizes, **options)
     steps = kernels_of(work, select_hardware.present(), backward=True)
@@ -366,7 +366,7 @@ def test_a_gradient_in_any_order_is_swept_on_the_device(tmp_path, head_dim):
 @pytest.mark.gpu
 @pytest.mark.not_rehearsed
 def test_calls_that_need_room_are_swept_on_the_device(tmp_path):
-    """Short calls are captured in a graph, where nothing can be allocated."""
+    """Short calls that need memory are swept by a graph, in which nothing can be allocated."""
     work = replace(WORK, seqlen_q=300, seqlen_k=300, arrays=("bias", "segment_ids"), dropout=0.25)
     found = tuning.space(work)
     found.candidates = [found.candidate(found.default_key)]

@@ -1,6 +1,6 @@
 """Do the numbers of docs/tuning.md follow from committed rows, and its counts from its commands?
 
-So do those that docs/decisions.md has of the same sweeps.
+The numbers of the same sweeps in docs/decisions.md are checked, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FACTS = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").splitlines(
 
 
 def says(sentence: str, lines: list[str] = LINES) -> None:
-    """Assert that the document has it, once, however its lines are broken."""
+    """Assert that the document has a sentence once, however its lines are broken."""
     name = "tuning.md" if lines is LINES else "decisions.md"
     count = " ".join(" ".join(lines).split()).count(sentence)
     assert count == 1, f"expected once in docs/{name}: {sentence}"
@@ -41,18 +41,18 @@ def swept(name: str, folder: str = "") -> tuning.Sweep:
 
 
 def result(topic: str) -> tuple[dict[str, Any], str]:
-    """The newest committed result of a topic, and how the document names its file."""
+    """Return the newest committed result of a topic, and how the document names its file."""
     path = sorted(RESULTS.glob(f"h100-{topic}-????-??-??.json"))[-1]
     return json.loads(path.read_text(encoding="utf-8")), f"`benchmarks/results/{path.name}`"
 
 
 def levels() -> dict[str, float]:
-    """What ``bench --memory`` found, by name."""
+    """Return name -> value of the result of ``bench --memory``."""
     return {row["name"]: row["value"] for row in result("memory")[0]["rows"]}
 
 
 def quotient(found: tuning.Sweep) -> float:
-    """Time of the best over that of the shipped tile, in the last comparison."""
+    """Return the time of the best tile over the shipped tile's, in the last comparison."""
     final = found.finals[-1]
     return final["ms"][found.best["key"]] / final["default_ms"]
 
@@ -63,7 +63,7 @@ def tile(found: tuning.Sweep) -> str:
 
 
 def space_of_command(start: str) -> tuning.Space:
-    """What a command of the document sweeps."""
+    """Return the space that a command of the document sweeps."""
     (line,) = (line for line in LINES if line.startswith(f"python -m cuflash {start}"))
     given = _cli.parser().parse_args(shlex.split(line)[3:])
     values = tune.parameters_of(given.parameters)
@@ -95,7 +95,7 @@ def test_counts_of_configurations():
 
 
 def test_facts_of_the_configurations_that_are_listed():
-    """But for seconds, which are of another machine."""
+    """The document has the committed facts of configurations, except seconds."""
     space = space_of_command("tune --list --arch sm_90a")
     facts = {row["key"]: row["facts"] for row in swept("forward-sm90-d128").rows}
     shown = [line for line in LINES if line.partition(" ")[0] in facts]
@@ -134,8 +134,8 @@ def test_the_sweep_that_was_done_twice():
     says("The shipped tile won each.")
     assert first.best["values"]["overlap_quarters"] == 4
     says(
-        f"the same winner, {tile(first)} with all four quarters of the exponentials before p v "
-        f"has to be done, which is the shipped tile: {quotient(first):.3f} and "
+        f"the same winner, {tile(first)} with all four quarters of the exponentials tied before "
+        f"the wait for p v, which is the shipped tile: {quotient(first):.3f} and "
         f"{quotient(again):.3f} of its time",
         FACTS,
     )
@@ -143,7 +143,7 @@ def test_the_sweep_that_was_done_twice():
     pairs = [sorted((row["relative"], relative[row["key"]])) for row in first.rows]
     apart = [100 * (slow / fast - 1) for fast, slow in pairs]
     says(
-        "quotient with the shipped tile differs between the two by "
+        "quotient of a tile's time and the shipped tile's differs between the two sweeps by "
         f"{statistics.median(apart):.1f} % in the median ({max(apart):.1f} % at most)",
         FACTS,
     )
@@ -188,7 +188,7 @@ def test_sweeps_of_other_problems():
 
 
 def tiles_of(name: str) -> int:
-    """How many were swept, at each of two lengths; none was 2 % faster than the shipped one."""
+    """Return how many tiles each of two lengths has; none was 2 % faster than the shipped one."""
     found = [swept(name), swept(f"{name}-2048")]
     assert min(map(quotient, found)) > 0.98
     (count,) = {len(own.rows) for own in found}
@@ -214,8 +214,8 @@ def test_sweeps_of_other_kernels():
     )
 
 
-#: What replaced a tile of the tables: how the document calls it, the sweep without a causal bound,
-#: what comes behind its head size under one, and the tile.
+#: Tiles that replaced one of the tables': the document's name for the row, the sweep without a
+#: causal bound, what follows its head size with one, and the tile.
 REPLACED = (
     ("dq at 96", "backward-dq-sm90-d96", "", "128,80,3,0"),
     ("dq at 128", "backward-dq-sm90-d128", "", "128,64,3,0"),
@@ -231,7 +231,7 @@ REPLACED = (
 
 @pytest.mark.parametrize(("name", "start", "end", "key"), REPLACED, ids=str)
 def test_tiles_that_replaced_others(name, start, end, key):
-    """What the document says of their times; it is theirs that the tables have."""
+    """The document has the times of tiles that replaced others, and the tables have these tiles."""
     (line,) = (text.strip() for text in FACTS if text.strip().startswith(f"| {name} |"))
     cells = []
     for mask in ("", "-causal"):
@@ -260,7 +260,7 @@ def test_one_tile_at_six_lengths():
 
 
 def test_rows_that_are_shipped():
-    """How many there are, and what those gain that hold for exactly their options."""
+    """The document says how many rows are shipped, and the gain of those for exact options."""
     rows = {row.key: row for row in shipped_tiles.rows()}
     gains: dict[object, list[float]] = {}
     for path in sorted(SWEEPS.glob("*.jsonl"), key=lambda path: path.stem):  # 8192 keys, then 2048
@@ -296,7 +296,7 @@ def test_levels_of_memory():
         return f"{value[f'{name} latency']:.0f} ns"
 
     far = "device memory"
-    says(f"`bench --memory` on such a machine ({file};")
+    says(f"`bench --memory` on the same kind of machine ({file};")
     says(
         f"| {far} | {speed(f'{far} read')}, {wait(f'{far} read')} | {speed(f'{far} write')}, "
         f"{wait(f'{far} write')} | {speed(f'{far} copy')} |"
@@ -308,7 +308,7 @@ def test_levels_of_memory():
 
 
 def counted(name: str, *seqlens: int, kernel: str = "") -> list[float]:
-    """Shares of the model's bytes that ncu counted."""
+    """Return the shares of the model's bytes that ncu counted."""
     return [
         row["measured"][name] / row[io_model.PREDICTED[name]]
         for row in result("io")[0]["rows"]
@@ -343,7 +343,7 @@ def test_bytes_that_forwards_move():
         moved.append(f"{size / 1e6:.2f} MB, {size / row[io_model.PREDICTED[name]]:.3f}")
     says(
         f"device memory read {moved[0]} of the model's, L2 to SMs {moved[1]}, back to "
-        f"L2 {moved[2]}, device memory written {moved[3]} for the last of these reasons"
+        f"L2 {moved[2]}, device memory written {moved[3]} for the last reason of the table"
     )
     written = counted("device memory write")
     says(f"| device memory write | {min(written):.0f} to {max(written):.2f} |")
@@ -359,8 +359,9 @@ def test_what_a_speed_draws_from_l2():
     seconds = 4 * 16 * 8192**2 * 128 / 700e12
     drawn = [row["loaded"] / seconds / 1e12 for row in tiles]
     says(
-        f"700 TFLOP/s on 8192 keys draw {drawn[0]:.1f} TB/s from L2 with tiles of 128 rows, "
-        f"{drawn[1]:.1f} with 192: {drawn[0] / roof:.2f} and {drawn[1] / roof:.2f} of what L2 gives"
+        f"700 TFLOP/s on 8192 keys read {drawn[0]:.1f} TB/s from L2 with tiles of 128 rows, "
+        f"{drawn[1]:.1f} with 192: {drawn[0] / roof:.2f} and {drawn[1] / roof:.2f} of the speed of "
+        "L2"
     )
     asked = max(row["measured"]["device memory read"] + row["stored"] for row in tiles)
     assert 0.1 < asked / seconds / 1e12 < 0.2

@@ -1,6 +1,6 @@
 """Do we read what kernel-tuner wrote, and does kernel-tuner work on what we wrote?
 
-Its files are real: kernel-tuner itself tunes a loop in C on the processor.
+The files are real: kernel-tuner itself tunes a loop in C on the processor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cuflash.tuning import _strategies
 from support.simulated_sweep import DEVICE, WORK, space_of
 
 kernel_tuner = pytest.importorskip("kernel_tuner")
-pytestmark = pytest.mark.filterwarnings("default")  # those of kernel-tuner and what it imports
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of kernel-tuner and its imports
 
 SWEEPS = Path(__file__).resolve().parents[1] / "benchmarks" / "sweeps"
 COMMITTED = sorted(path.relative_to(SWEEPS).as_posix() for path in SWEEPS.rglob("*.jsonl"))
@@ -30,13 +30,13 @@ LOOP = (Path(__file__).parent / "support" / "timed_loop.cpp").read_text(encoding
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Run every test in a folder of its own: kernel-tuner leaves its sources where it is."""
+    """Run every test in an empty folder: kernel-tuner leaves its sources in the current one."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def swept(tmp_path, monkeypatch):
-    """Return a sweep of a small space, one of whose configurations fails."""
+    """Return a sweep of a small space, in which one configuration fails."""
     found = space_of(num_q_stages=(1, 2))
     key = next(iter(found)).key
     monkeypatch.setenv("SIMULATED_TROUBLE", json.dumps({key: "error"}))
@@ -45,7 +45,7 @@ def swept(tmp_path, monkeypatch):
 
 @pytest.fixture(params=["simulated", *COMMITTED])
 def any_sweep(request):
-    """Return this small sweep, and every one of an H100 that is committed."""
+    """Return this small sweep, and every committed one of an H100."""
     if request.param == "simulated":
         return request.getfixturevalue("swept")
     return tuning.load(SWEEPS / request.param)
@@ -83,7 +83,7 @@ def test_kernel_tuner_simulates_on_our_sweeps(tmp_path, any_sweep, given):
             assert key not in measured
         else:
             assert result["time"] == measured[key]
-    if given.get("strategy") != "genetic_algorithm":  # which need not meet all
+    if given.get("strategy") != "genetic_algorithm":  # it need not meet all
         assert {key_of(r, any_sweep) for r in results if "__error__" not in r} == set(measured)
         assert key_of(env["best_config"], any_sweep) == any_sweep.timed[0]["key"]
 
@@ -93,7 +93,7 @@ def key_of(result, found):
 
 
 def drifting(found):
-    """Let clocks fall by a tenth from row to row: what was timed first has the shortest times."""
+    """Let clocks fall by a tenth from row to row, so that earlier rows have shorter times."""
     for number, row in enumerate(found.timed[::-1]):
         row["ms"] *= 1.1**number
         row["default_ms"] *= 1.1**number
@@ -108,7 +108,7 @@ def test_drift_of_the_clocks_is_not_exported(tmp_path, swept):
     tuning.write_cache(found, path)
     _, env = simulate(path, found)
     assert key_of(env["best_config"], found) == right
-    assert tuning.read_cache(path).rows == found.rows  # as they were measured
+    assert tuning.read_cache(path).rows == found.rows  # as measured
 
 
 def test_drift_of_the_clocks_does_not_lead_a_search(monkeypatch, swept):
@@ -133,7 +133,7 @@ def test_drift_of_the_clocks_does_not_lead_a_search(monkeypatch, swept):
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", _strategies.offered())
 def test_every_search_that_is_offered_drives_a_sweep(tmp_path, monkeypatch, strategy):
-    """Every third configuration fails; the same seed asks for the same ones."""
+    """Every search drives a sweep in which every third configuration fails, and repeats by seed."""
     found = space_of(block_m=(128, 192), num_q_stages=(1, 2))
     failing = [candidate.key for candidate in found][::3]
     monkeypatch.setenv("SIMULATED_TROUBLE", json.dumps(dict.fromkeys(failing, "error")))
@@ -216,7 +216,7 @@ def test_entries_have_what_kernel_tuner_gives_its_own(tmp_path, swept):
 
 @pytest.mark.long
 def test_the_dashboard_finds_what_it_looks_up(tmp_path, any_sweep):
-    """Its KTdashboard (6b714cb) takes entries by the objective, those that have a number there."""
+    """The KTdashboard (6b714cb) finds entries by the objective, where it is a number."""
     path = tmp_path / "cache.json"
     tuning.write_cache(any_sweep, path)
     text = path.read_text()
@@ -228,13 +228,13 @@ def test_the_dashboard_finds_what_it_looks_up(tmp_path, any_sweep):
         any_sweep.steady_ms(row) for row in any_sweep.timed
     )
     every = math.prod(len(values) for values in any_sweep.header["parameters"].values())
-    assert len(content["cache"]) == every  # those without a number are not shown
+    assert len(content["cache"]) == every  # entries without a number are not shown
     for name in content["tune_params_keys"]:
         assert {e[name] for e in shown} <= set(content["tune_params"][name])
 
 
 def tuned(tmp_path, values):
-    """Return a cache file that kernel-tuner wrote, measuring."""
+    """Return a cache file that kernel-tuner wrote while measuring."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     path = tmp_path / "theirs.json"
@@ -256,14 +256,14 @@ def test_files_of_kernel_tuner_are_read(tmp_path):
     assert read.best["key"] == min(raw, key=lambda key: raw[key]["time"])
     assert read.best["relative"] == 1.0
     assert set(read.best["values"]) == {"block_m", "block_n"}
-    # A file of somebody else's kernel can be written, too.
+    # A file of another kernel can be written, too.
     again = tmp_path / "again.json"
     tuning.write_cache(read, again)
     assert tuning.read_cache(again).rows == read.rows
 
 
 def test_a_file_that_an_interruption_left_open_is_read(tmp_path):
-    """The third row of tiles does not compile: kernel-tuner ends, and leaves its file open."""
+    """A file is read that kernel-tuner left open: the third row of tiles does not compile."""
     with pytest.raises(subprocess.CalledProcessError):
         tuned(tmp_path, (1, 2, 3))
     path = tmp_path / "theirs.json"

@@ -1,4 +1,4 @@
-"""Are the configurations of a space those that are legal, and are their facts the compiler's?"""
+"""Does a space have exactly the legal configurations, and are their facts the compiler's?"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PORTABLE = [name for name in _kernels.KERNELS if name.endswith("sm80")]
 
 @pytest.fixture(autouse=True)
 def store(tmp_path, monkeypatch):
-    """Give every test a store of kernels of its own."""
+    """Give every test an empty kernel cache of its own."""
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
 
@@ -116,7 +116,7 @@ def test_every_other_combination_says_why_it_is_none(kernel):
     assert len(set(keys)) == len(keys)
 
 
-#: Problems of which spaces are compared with what can be asked for.
+#: Problems whose spaces are compared with all values that can be asked for.
 OTHERS = [
     *((kernel, {}) for kernel in _kernels.KERNELS),
     *((kernel, {"dtype": dtype, "head_dim": d, "head_dim_v": d})
@@ -128,7 +128,7 @@ OTHERS = [
     ("forward_tf32_sm90", {"head_dim": 64, "head_dim_v": 64, "precision": "tf32"}),
     ("forward_narrow", {"dtype": "float64", "head_dim": 8, "head_dim_v": 8}),
 ]  # fmt: skip
-#: More than any kernel has of each parameter.
+#: More values of each parameter than any kernel has.
 BEYOND = {
     "block_m": range(8, 1025, 8),
     "block_n": range(8, 1025, 8),
@@ -143,7 +143,7 @@ BEYOND = {
 
 
 def fits(config, limits) -> bool:
-    """Whether a multiprocessor holds the blocks that are asked for."""
+    """Return whether an SM holds the thread blocks that the configuration asks for."""
     blocks, threads = config.blocks_per_sm, config.num_threads
     granted = min(255, 65_536 // max(blocks * threads, 1) // 8 * 8)
     return (
@@ -158,7 +158,10 @@ def fits(config, limits) -> bool:
 
 @pytest.mark.parametrize(("kernel", "given"), OTHERS)
 def test_no_legal_configuration_is_left_out(kernel, given):
-    """Of tiles, others by one or two parameters, and drawn ones: legal where the space has them."""
+    """A configuration is legal if and only if it is in the space.
+
+    Tried are the space's tiles, others by one or two parameters, and drawn ones.
+    """
     found = tuning.space(replace(PROBLEMS[kernel], **given), kernel, arch="sm_90a")
     chance = random.Random(kernel)
     legal = [dict(zip(found.parameters, c.values, strict=True)) for c in found]
@@ -188,7 +191,7 @@ def test_no_legal_configuration_is_left_out(kernel, given):
 
 @pytest.mark.parametrize("kernel", ["forward_sm80", "backward_dq_sm80", "backward_dkv_sm80"])
 def test_sides_are_as_wide_as_the_kernels_bits(kernel):
-    """More columns of scores than a lane has bits for compile, and are masked wrongly."""
+    """Sides are at most as wide as a lane has bits for columns: wider tiles are masked wrongly."""
     default = tuning.space(WORK, kernel, arch="sm_90a").default
     side = "block_m" if kernel == "backward_dkv_sm80" else "block_n"
     with pytest.raises(ValueError, match=f"{side} = 144 must be one of"):
@@ -250,7 +253,7 @@ def test_where_nothing_is_legal_the_reason_is_that_of_what_was_asked_for(tried, 
 
 
 def test_tiles_that_would_hang_are_left_out_with_the_reason():
-    """Those of tests/test_tuning_checking.py's sweep of dq at head size 96, among others."""
+    """Tiles that hang are left out with the reason, such as dq's of test_tuning_checking at 96."""
     for heads_kv, head_dim in ((2, 96), (8, 64), (8, 128)):
         work = replace(WORK, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=head_dim)
         found = tuning.space(work, "backward_dq_sm90", arch="sm_90a")
@@ -296,7 +299,7 @@ def test_configurations_travel_as_json(kernel):
 
 @pytest.mark.parametrize("kernel", _kernels.KERNELS)
 def test_every_field_of_a_tile_is_a_parameter(kernel):
-    """A field that only one kernel has says how it computes, or is named here as what it does."""
+    """Every field of a tile is a parameter, except fields that say what a kernel computes."""
     what = {"sink", "grad_k", "grad_v", "deterministic", "shared_keys", "partners"}
     what |= {"split_keys", "split_queries", "split_rows", "joins", "paged", "overlaps"}
     what |= {"clusters", "bias_stages", "mask_stages", "grad_bias", "holds_bias", "reads_once"}
@@ -362,7 +365,7 @@ def test_what_is_legal_compiles_and_facts_are_those_of_the_compiler(kernel, trie
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("kernel", _kernels.KERNELS)
 def test_legal_configurations_compile(kernel):
-    """Two drawn ones and the largest; other dtypes, sizes and options where a kernel has them."""
+    """Legal configurations compile: two drawn ones and the largest, of drawn dtypes and options."""
     chance, others = random.Random(kernel), [own for name, own in OTHERS if name == kernel]
     given = chance.choice(others)
     found = tuning.space(replace(PROBLEMS[kernel], **given), kernel, arch="sm_90a")
@@ -388,7 +391,7 @@ def test_what_does_not_compile_is_a_fact():
     tried = {"block_m": (128,), "block_n": (48,), "num_stages": (2,), "overlap_quarters": (0,)}
     found = tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)
     candidate = next(iter(found))
-    # Legal by its numbers, but the products of this kernel are of 16 bits.
+    # Legal by its numbers, but this kernel multiplies 16-bit numbers only.
     broken = replace(candidate, config=candidate.config.replace(dtype="float32"))
     found.candidates[:] = [broken]
     (facts,) = found.compile(processes=1).values()
@@ -431,7 +434,7 @@ def test_what_does_not_compile_is_a_fact():
     ],
 )
 def test_what_a_source_refuses_is_no_legal_tile(monkeypatch, kernel, given, tried, message):
-    """The tile is refused by name, and by the compiler where the check is taken away."""
+    """A tile that the source refuses is refused by name, and without the check by the compiler."""
     work = replace(PROBLEMS[kernel], head_dim=64, head_dim_v=64, **given)
     default = tuning.space(work, kernel, arch="sm_90a").default
     with pytest.raises(ValueError, match=message):
@@ -505,7 +508,7 @@ ANYTHING = st.recursive(
 @settings(max_examples=40)
 @given(value=ANYTHING)
 def test_a_workload_takes_no_field_unchecked(field, value):
-    """What is taken is described and travels as JSON; anything else is an error of its field."""
+    """A workload's field is valid, described and kept by JSON, or an error that names the field."""
     sizes = {"heads_q", "heads_kv", "seqlen_q", "seqlen_k", "seqlens"}  # which depend on each other
     error = None
     try:
@@ -522,9 +525,9 @@ def test_a_workload_takes_no_field_unchecked(field, value):
 
 def test_occupancy_is_the_scarcest_of_three():
     limits = hardware.typical("sm_90").limits
-    assert hardware.occupancy(limits, 128, 1024, 32) == 16  # threads
-    assert hardware.occupancy(limits, 128, 100 * 1024, 32) == 2  # shared memory
-    assert hardware.occupancy(limits, 128, 1024, 255) == 2  # registers
+    assert hardware.occupancy(limits, 128, 1024, 32) == 16  # by threads
+    assert hardware.occupancy(limits, 128, 100 * 1024, 32) == 2  # by shared memory
+    assert hardware.occupancy(limits, 128, 1024, 255) == 2  # by registers
     assert hardware.occupancy(limits, 384, 190 * 1024, 168) == 1
 
 

@@ -1,6 +1,6 @@
 """Does a sweep survive what configurations do, and lose nothing when it is interrupted?
 
-Processes, pipes, signals and files are real; the device is ``support/simulated_device.py``.
+Processes, pipes, signals and files are real. The device is ``support/simulated_device.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from support.simulated_device import milliseconds
 from support.simulated_sweep import DEVICE, WORK, space_of
 
 SCRIPT = Path(simulated_sweep.__file__)
-#: The simulated device, on which configurations of FINAL_TROUBLE fail in the final alone.
+#: The simulated device, on which configurations of FINAL_TROUBLE fail in the final only.
 FAILS_IN_THE_FINAL = """
 import json, os, time
 from cuflash.tuning._kernels import config_from_json, tile_of
@@ -57,7 +57,7 @@ simulated_device.main()
 
 @pytest.fixture
 def trouble(monkeypatch, tmp_path):
-    """Return a function that sets what goes wrong; what was timed is in ``tmp_path/log``."""
+    """Return a function that sets what goes wrong; ``tmp_path/log`` lists what was timed."""
     monkeypatch.setenv("SIMULATED_LOG", str(tmp_path / "log"))
 
     def setting(kinds: dict[str, str]) -> None:
@@ -67,7 +67,7 @@ def trouble(monkeypatch, tmp_path):
 
 
 def timed(tmp_path: Path) -> list[str]:
-    """Keys that the device was asked to time, in order."""
+    """Return the keys that the device was asked to time, in order."""
     return [line for line in (tmp_path / "log").read_text().split() if line != "open"]
 
 
@@ -176,7 +176,7 @@ def test_what_fails_in_the_final_is_left_out_of_it(tmp_path, trouble, monkeypatc
     err = capfd.readouterr().err
     assert f"{keys[0]} left out of the final: hang, no answer within" in err
     assert "the fastest 2 compared once more" in err
-    again = in_the_final(tmp_path, monkeypatch, {})  # left out is left out
+    again = in_the_final(tmp_path, monkeypatch, {})  # what is left out stays left out
     assert again.finals == tuning.load(tmp_path / "rows.jsonl").finals == [final]
 
 
@@ -248,7 +248,7 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path, trouble, cut):
 
 
 def interrupted(tmp_path, how) -> tuple[subprocess.Popen, str]:
-    """Start a sweep, end it while its fourth configuration is being timed."""
+    """Start a sweep, and end it while its fourth configuration is being timed."""
     key = [c.key for c in space_of()][3]
     environment = os.environ | {
         "SIMULATED_TROUBLE": json.dumps({key: "hang"}),
@@ -258,7 +258,7 @@ def interrupted(tmp_path, how) -> tuple[subprocess.Popen, str]:
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), str(tmp_path / "rows.jsonl")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        # What runs in the background of a shell ignores SIGINT, and so do its children.
+        # Processes in the background of a shell ignore SIGINT, and so do their children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     for _ in range(600):
@@ -286,7 +286,7 @@ def test_an_interruption_loses_the_configuration_being_timed_alone(tmp_path, mon
 
 
 def gone(tmp_path) -> bool:
-    """Whether no process that was told of this folder is left, after at most ten seconds."""
+    """Return whether all processes that know this folder end within ten seconds."""
     mark = str(tmp_path / "log").encode()
     for _ in range(100):
         alive = False
@@ -461,7 +461,7 @@ def test_a_space_for_another_device_is_refused(tmp_path, trouble, monkeypatch):
 
 
 def test_another_space_does_not_go_on(tmp_path, trouble):
-    """Times are relative to one default, and pictures show the values of one space."""
+    """A sweep does not continue another space, since times are relative to one default."""
     swept(tmp_path, budget=1)
     with pytest.raises(ValueError, match="got a sweep with parameters"):
         swept(tmp_path, space_of(num_q_stages=(1, 2)))

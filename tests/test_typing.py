@@ -18,7 +18,7 @@ CHECKERS = {"mypy": ("mypy", CASES), "basedpyright": ("basedpyright",)}
 
 
 def findings(checker: str, folder: Path, text: str) -> tuple[list[int], str]:
-    """Lines at which a checker found an error in the cases, and all that it wrote."""
+    """Return the lines in which a checker found an error, and its output."""
     if importlib.util.find_spec(checker) is None:
         pytest.skip(f"{checker} is not installed (the extra dev brings it)")
     (folder / "tests").mkdir()

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 class UnownedRowsConfig(ForwardSm90Config):
-    """The warp of Hopper's forward that has these rows, by itself."""
+    """The one warp of Hopper's forward that writes these rows."""
 
     kernel = "unowned_rows"
 
@@ -35,7 +35,7 @@ class UnownedRowsConfig(ForwardSm90Config):
 
 @pytest.mark.parametrize("dtype", [bfloat16, np.float16, np.float32])
 def test_rows_of_no_sequence_are_zero(tmp_path: Path, dtype: Any) -> None:
-    """In every column, in every dtype that Hopper writes; other rows stay what they are."""
+    """Rows of no sequence are 0 in every column and dtype, and other rows stay unchanged."""
     device, ends = HostDevice(tmp_path), np.array([4, 4, 9, 16], np.int32)
     (config,) = UnownedRowsConfig.chosen(request_for(dtype, ends))
     device.compile(config, 0)
@@ -53,7 +53,7 @@ def test_rows_of_no_sequence_are_zero(tmp_path: Path, dtype: Any) -> None:
 
 
 def request_for(dtype: Any, ends: np.ndarray) -> Request:
-    """What Hopper's forward is asked for packed sequences, with an out of a dtype."""
+    """Return a request for Hopper's forward of packed sequences, with an out of ``dtype``."""
     q = np.zeros((3, 21, 64), np.float16 if dtype == np.float16 else bfloat16)
     both = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
     out = np.zeros(q.shape, dtype)
@@ -63,7 +63,7 @@ def request_for(dtype: Any, ends: np.ndarray) -> Request:
 
 
 def params_of(config: Any, out: np.ndarray, lse: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """What the warp looks at, of arrays (heads, rows, ..)."""
+    """Return the parameters that the warp reads, for arrays (heads, rows, ...)."""
     struct = kernel_params.STRUCTS[config.params]
     room = np.zeros(struct.itemsize + kernel_params.MAP_ALIGNMENT, np.uint8)
     first = -room.ctypes.data % kernel_params.MAP_ALIGNMENT

@@ -33,7 +33,7 @@ def drawn(seed, lengths_q, lengths_k, lead):
 
 
 def options_of(rng, sequences, longest_q, longest_k):
-    """Every option at once; arrays per sequence, per head, or shared."""
+    """Return every option at once, with arrays per sequence, per head, or shared."""
     return {
         "enable_gqa": True,
         "window": (7, 4),
@@ -53,8 +53,8 @@ def options_of(rng, sequences, longest_q, longest_k):
 
 
 lengths = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4)
-#: What of (sequences, batch) options have: all, one of some axes, all but the first, the last axis,
-#: none.
+#: Axes of (sequences, batch) that options have: all, all with one entry, all with one sequence, the
+#: batch only, its last axis only, none.
 SHAPES = (
     lambda *full: full,
     lambda *full: (full[0], *(1 for _ in full[1:])),
@@ -66,7 +66,7 @@ SHAPES = (
 
 
 def check_against_the_definition(rng, q, k, v, ends_q, ends_k, chosen, on_device=lambda a: a):
-    """A padded batch: a law that no tile or slice knows; with every gradient."""
+    """Compare with the definition, which pads sequences to a batch, with every gradient."""
     given = (q, k, v, ends_q, ends_k)
     options = {name: value for name in OPTION_NAMES if (value := getattr(chosen, name)) is not None}
     placed = {name: on_device(value) for name, value in options.items()}
@@ -82,7 +82,7 @@ def check_against_the_definition(rng, q, k, v, ends_q, ends_k, chosen, on_device
         dout, q, k, v, None, None, ends_q, ends_k, dlse=dlse, wrt=wrt, options=chosen
     )
     out, lse = map(memory.to_numpy, ours)
-    # float64 on both sides; at most 12 keys of scores below 3 + 4 + 12: some 100 roundings.
+    # float64 on both sides, and at most 12 keys of scores below 3 + 4 + 12: some 100 roundings.
     bound = 200 * np.finfo(float).eps * max(1.0, np.abs(v).max(initial=0))
     assert np.abs(out - exact.out).max(initial=0) <= bound
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(exact.lse))
@@ -105,7 +105,7 @@ def test_every_option_at_once(seed, lengths, lead):
 
 
 def options_of_shapes(rng, shapes, batch, lengths):
-    """Every option with an array, each of one of the ``shapes`` of (sequences, batch)."""
+    """Return every option with an array, each of one of the ``shapes`` of (sequences, batch)."""
     full = (len(lengths), *batch)
     longest = [max(n) for n in zip(*lengths, strict=True)]
 
@@ -113,7 +113,7 @@ def options_of_shapes(rng, shapes, batch, lengths):
         return shapes[name](*full)
 
     def at_most(name, own):
-        """Lengths that no sequence exceeds for which they are."""
+        """Return lengths within those of the sequences that they are for."""
         most = np.array(own).reshape(len(own), *(1 for _ in batch))
         has_sequences = len(shape(name)) == len(full) and shape(name)[0] > 1
         return rng.integers(0, (most if has_sequences else min(own)) + 1, shape(name))
@@ -157,7 +157,7 @@ def test_options_of_every_shape(data, seed, lengths):
 @pytest.mark.parametrize("number", range(len(SHAPES)))
 @pytest.mark.parametrize("batch", [(), (3,)], ids=str)
 def test_options_of_each_shape(xp, batch, number):
-    """Each option of each shape once; one kernel serves them all on a GPU."""
+    """Each option with each shape is right; one kernel computes all of them on a GPU."""
     rng = np.random.default_rng(number)
     lengths = [(12, 9), (0, 3), (5, 12)]
     shapes = {name: SHAPES[(number + i) % len(SHAPES)] for i, name in enumerate(SHAPED)}
@@ -174,7 +174,7 @@ PACKINGS = {
 
 
 def per_sequence(rng, sequences, longest_q, longest_k):
-    """Options for a kernel, none of them alike in two sequences."""
+    """Return options for a kernel that differ in every sequence."""
     bias = rng.standard_normal((sequences, 1, longest_q, longest_k)).astype(np.float32)
     bias[rng.random(bias.shape) < 0.1] = -np.inf
     return {
@@ -193,7 +193,7 @@ def per_sequence(rng, sequences, longest_q, longest_k):
 
 
 def of_sequence(options, i, rows, keys):
-    """The options of one sequence with so many rows and keys."""
+    """Return the options of sequence ``i``, with ``rows`` queries and ``keys`` keys."""
     own = dict(options)
     for name in ("bias", "alibi_slopes", "sink"):
         if name in own:
@@ -217,7 +217,7 @@ def on(xp, value):
 
 
 def check_sequences(dtype, packing, kind, attend):
-    """Hold each sequence against the budget of its own call.
+    """Check each sequence against the budget of its own call.
 
     ``attend(arrays, ends, options, wrt)`` returns out, lse and the gradients by input name.
     """
@@ -269,7 +269,7 @@ def test_each_sequence_is_within_the_budget_of_its_own_call(xp, dtype, packing, 
     def attend(arrays, ends, options, wrt):
         options = dict(options)
         for name, of in zip(("q_lengths", "kv_lengths"), ends, strict=True):
-            if xp is np and name in options:  # kernels cut off what a sequence has not
+            if xp is np and name in options:  # kernels clamp lengths to a sequence
                 options[name] = np.minimum(options[name], np.diff(of)[:, None])
         given = {name: on(xp, value) for name, value in options.items()}
         dout, *packed, ends_q, ends_k = (on(xp, a) for a in (*arrays, *ends))
@@ -283,7 +283,7 @@ def test_each_sequence_is_within_the_budget_of_its_own_call(xp, dtype, packing, 
 
 
 def test_dropout_counts_sequences_and_heads(xp):
-    """Equal scores and one-hot values: out shows which keys were kept."""
+    """Dropout counts sequences and heads; out shows which keys are kept (one-hot values)."""
     lengths = ((40, 33), (70, 64), (20, 50))
     _, _, _, _, ends_q, ends_k = drawn(0, *zip(*lengths, strict=True), 0)
     q = np.zeros((HEADS, ends_q[-1], 8), np.float16)
@@ -299,7 +299,7 @@ def test_dropout_counts_sequences_and_heads(xp):
 
 @pytest.mark.gpu
 def test_numbers_on_the_device_that_lie_outside_are_cut_off():
-    """No value that the host does not read may cause a fault."""
+    """Ends on the device that lie outside are clamped, so that no unread number causes a fault."""
     import cupy as xp
 
     q, k, v = (on(xp, np.ones((HEADS, 90, 8), np.float16)) for _ in range(3))
@@ -315,7 +315,7 @@ def test_numbers_on_the_device_that_lie_outside_are_cut_off():
 
 @pytest.mark.parametrize("heads_k", [(), (2,)])
 def test_formulas_count_sequences_as_batch_entries(heads_k):
-    """Without a heads axis, and with one that only the keys have."""
+    """Formulas count sequences as batch entries, without a heads axis and with one of keys only."""
     rng = np.random.default_rng(4)
     q, k, v = (rng.standard_normal((*heads, 9, 3)) for heads in ((), heads_k, ()))
     ends = np.array([0, 4, 9])
@@ -329,7 +329,7 @@ def test_formulas_count_sequences_as_batch_entries(heads_k):
     )  # fmt: skip
     ours = cuflash.attention_varlen(q, k, v, ends, ends, options=chosen, return_lse=True)
     exact = reference.attention_varlen(q, k, v, ends, ends, options=chosen)
-    # float64, at most 5 keys of scores below 20: some 100 roundings, each of 20 units.
+    # float64, and at most 5 keys of scores below 20: some 100 roundings, each of 20 units.
     bound = 2000 * np.finfo(float).eps
     np.testing.assert_allclose(ours.out, exact, rtol=0, atol=bound)
     rest = (q, k, v, ours.out, ours.lse, ends, ends)
@@ -434,7 +434,7 @@ def test_wrong_packings_are_named(name):
     ],
 )
 def test_what_a_call_on_a_gpu_checks(option, value, message):
-    """Where sequences end is not read: a length may be as large as all of them together."""
+    """On a GPU ends are not read, so that a length may be as large as all sequences together."""
     _, q, k, v, ends_q, ends_k = drawn(3, (5, 6), (7, 3), 0)
     ends = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k}
     options = cuflash.Options(enable_gqa=True, **{option: value})
@@ -443,7 +443,7 @@ def test_what_a_call_on_a_gpu_checks(option, value, message):
 
 
 def test_no_sequence_is_longer_on_a_gpu_than_what_its_arrays_hold():
-    """Wherever it ends: kernels read nothing beyond a bias, a mask, or segments."""
+    """On a GPU no sequence is longer than a bias, a mask or segments, wherever it ends."""
     _, q, k, v, ends_q, ends_k = drawn(3, (5, 6), (7, 3), 0)
     ends = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k}
     for own, limits in (
@@ -486,7 +486,7 @@ def test_lse_has_one_dtype(dtype):
 
 
 def moved(memory, array):
-    """Return a copy of ``array`` that lies in ``memory``."""
+    """Return a copy of ``array`` in ``memory``."""
     copy = memory.view(array.dtype)[: array.size].reshape(array.shape)
     copy[...] = array
     return copy

@@ -1,4 +1,4 @@
-"""What does a type checker know of a call? It reads this file, which nobody runs.
+"""What does a type checker know of a call? Checkers read this file, and nobody runs it.
 
 ``# E`` marks a line that has to be an error.
 """
@@ -67,7 +67,7 @@ def a_flag_that_is_a_variable(q: Floats, k: Floats, v: Floats, flag: bool) -> No
 
 
 class Tensor:
-    """An array of another library: what comes back is NumPy's or CuPy's."""
+    """An array of another library. The result is an array of NumPy or CuPy."""
 
 
 def other_arrays_are_taken(q: Tensor) -> None:

@@ -1,8 +1,8 @@
 """How is the gradient computed on NumPy arrays? Algorithm 2 of FlashAttention-2, on the CPU.
 
 Probabilities are recomputed from lse, tile by tile. One pass over query blocks: dq of a block is
-complete after its keys, dk and dv accumulate. Pieces of the batch, and of the queries of an entry,
-have sums of their own, which are added in the order of the pieces, whoever computed them.
+complete after its keys, dk and dv accumulate. Each piece of the batch, or of an entry's queries,
+has its own sums. They are added in the order of the pieces, whichever threads computed them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from cuflash._problem.philox import WHOLE, Origin
 from cuflash._problem.problem import Problem, gradient_operand
 from cuflash._results import Saved
 
-#: Pieces of a batch with fewer entries, if there is work for as many. Not a matter of cores: the
-#: pieces decide the bits.
+#: Pieces of a batch with fewer entries, if there is enough work. Their number does not depend on
+#: cores, since it decides the bits.
 _PIECES = 8
 _ALL = slice(None)
 
@@ -64,7 +64,7 @@ def backward(
         else canonical_view(a, gradient_operand(problem, name, a), keep_summed=True)
         for name, a in gradients.items()
     }
-    # A formula may raise at any tile, and then nothing has been written.
+    # A formula may raise at any tile, and then nothing may have been written.
     formulas = options.score_mod is not None or options.mask_mod is not None
     sums = {
         name: np.zeros(view.shape, dtype) if formulas or view.dtype != dtype else view
@@ -76,14 +76,14 @@ def backward(
     parts = Parts(problem, qkv, options, origin)
 
     def places(entry: Entry, piece: slice) -> dict[str, Array]:
-        """Views of the sums to which a piece adds: of its entries, and of its rows."""
+        """Views of the sums to which a piece adds: those of its entries and its rows."""
         return {
             name: _rows_of(array, piece) if name in ("q", "bias") else array
             for name, array in ((name, _entries_of(problem, name, sums, entry)) for name in sums)
         }
 
     def add_up(entry: Entry, piece: slice, work: Workspace, own: dict[str, Array]) -> None:
-        """Add the gradients of a piece to ``own``, of the shape of its places."""
+        """Add the gradients of a piece to ``own``, which has the shapes of its ``places``."""
         scores, q, k, v = parts.of(entry)
         finite_k = bool(np.isfinite(k).all())
         for rows in slices(piece.start, piece.stop, block_m):
@@ -93,9 +93,10 @@ def backward(
                 a[..., rows, :].astype(dtype, copy=False) for a in (q, dout[entry], out[entry])
             )
             lse_block = lse[entry][..., rows]
-            # Of a row that is no query nothing is read, whatever it holds.
+            # Rows beyond the queries' length count as empty, whatever they hold.
             empty = np.isneginf(lse_block) | ~scores.are_queries(rows)
-            # dout of a row that sees nothing is not read; with a sink only its out = 0 tells.
+            # dout of a row that sees no key is not used. With a sink such a row has a finite lse,
+            # and only its out = 0 tells.
             if empty.any():
                 dout_block, out_block = (
                     np.where(empty[..., None], 0, a) for a in (dout_block, out_block)
@@ -106,7 +107,7 @@ def backward(
             shift = np.where(empty, 0, lse_block)[..., None]
             finite = finite_k and all(np.isfinite(a).all() for a in (q_block, dout_block))
             queries = scores.queries(q_block)
-            # The scale of scores is a factor of what dscore multiplies, where queries have it.
+            # Where queries have the scale, the keys that dscore multiplies get it as a factor.
             factor = dtype.type(problem.scale if scores.scales_queries else 1)
             q_times = queries if scores.scales_queries else q_block
             dq = np.zeros_like(queries)
@@ -167,7 +168,7 @@ def backward(
                 items.in_turn(index, partial(_add_all, shared, own))
 
     with single_threaded_blas(*largest_tile(problem)) as threads:
-        # Formulas are functions of the caller, which need not bear several threads.
+        # Formulas are functions of the caller, which may not be thread-safe.
         work = operations(problem)
         threads = 1 if formulas else worth(threads, work)
         Items(pieces(problem, pieces_for(worth(2, work), _PIECES, work))).work(worker, threads)
@@ -177,7 +178,7 @@ def backward(
 
 
 def _delta(dout: Array, out: Array) -> Array:
-    """rowsum(dout * out), in which an element of out that is 0 counts 0, whatever dout is."""
+    """rowsum(dout * out), to which an out of 0 adds 0, whatever dout is."""
     delta = np.vecdot(dout, out)
     finite = np.isfinite(delta)
     if finite.all():
@@ -186,13 +187,13 @@ def _delta(dout: Array, out: Array) -> Array:
 
 
 def _alone(problem: Problem, name: str, piece: slice) -> bool:
-    """Whether no other piece adds to what this piece adds to of a gradient."""
+    """Whether no other piece adds to the elements of a gradient that this piece adds to."""
     whole = (piece.start, piece.stop) == (0, problem.seqlen_q)
     return (name == "q" or (name in "kv" and whole)) and not any(getattr(problem, name).summed)
 
 
 def _entries_of(problem: Problem, name: str, sums: dict[str, Array], entry: Entry) -> Array:
-    """The sum of some entries: a view, with extent 1 on axes over which the input repeats."""
+    """View of the sum of some entries, with extent 1 on axes along which the input is broadcast."""
     if name == "scale":
         return sums[name]
     own = tuple(
@@ -208,7 +209,7 @@ def _rows_of(array: Array, rows: slice) -> Array:
 
 
 def _add(target: Array, part: Array, *core: slice) -> None:
-    """Add a part (carried batch axes, core) to ``core`` of what may have extent 1 on any axis."""
+    """Add ``part`` (carried batch axes, core) to ``core`` of ``target``; extents may be 1 there."""
     extents = target.shape[target.ndim - len(core) :]
     selected = (_ALL if n == 1 else s for n, s in zip(extents, core, strict=True))
     target = target[(..., *selected)]

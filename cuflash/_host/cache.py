@@ -1,4 +1,4 @@
-"""How do caches grow, and rows turn, in NumPy? What ``_launch/cache.py`` does, in the same calls.
+"""How do KV caches grow, and rows rotate, in NumPy? With the functions of ``_launch/cache.py``.
 
 Nothing is written unless all keys find room.
 """
@@ -31,8 +31,8 @@ def grow(
 ) -> None:
     """Give pages to the sequences of a cache, and advance their lengths.
 
-    Sequences in their order take free pages, the lowest number first: instead of a page that others
-    name, where a key is added to it, and for what no page of theirs holds.
+    Sequences in their order take free pages, the lowest number first: one in place of a shared page
+    to which a key is added, and others for keys that their pages do not hold.
     """
     start = lengths.astype(np.int64)
     end = start + (num_tokens if counts is None else counts)
@@ -63,7 +63,7 @@ def grow(
 
 
 def pages_within(page_table: Array, lengths: Array, page_size: int, pages: int) -> Array:
-    """The numbers of the pages that sequences have keys in; raise for those of no page."""
+    """The numbers of the pages that hold keys of sequences; raise if there is no such page."""
     columns = np.arange(page_table.shape[1])
     numbers = page_table[columns * page_size < np.asarray(lengths)[:, None]]
     if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < pages:
@@ -86,7 +86,7 @@ def write(
     rotation: str,
     num_pairs: int,
 ) -> None:
-    """Write new keys and values into the pages that sequences were given."""
+    """Write new keys and values into the pages of their sequences, after :func:`grow`."""
     size = k_pages.shape[2]
     copied = np.flatnonzero(sources >= 0)
     replaced = page_table[copied, starts[copied] // size]
@@ -111,7 +111,7 @@ def take(
     parents: Array,
     kept: Array | None,
 ) -> None:
-    """Let sequences of a cache become what others were; the old arrays are scratch memory."""
+    """Give each sequence the pages of its parent sequence; the old arrays are scratch memory."""
     if parents.size and not -1 <= parents.min() <= parents.max() < len(lengths):
         got = f"numbers from {parents.min()} to {parents.max()}"
         raise wrong_value("parents", got, f"sequences from 0 to {len(lengths) - 1}, or -1")
@@ -132,7 +132,7 @@ def turn(
     *,
     inverse: bool,
 ) -> None:
-    """Write the rows of ``x``, turned by their positions, (..) + (rows,), to ``out``."""
+    """Write the rows of ``x`` to ``out``, rotated by their positions, (..) + (rows,)."""
     r, dtype = num_pairs, arithmetic(x.dtype)
     if frequencies is None:
         frequencies = 10000.0 ** -(np.arange(r, dtype=np.float64) / r)

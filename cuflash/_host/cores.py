@@ -1,9 +1,9 @@
-"""Which cores does a call on the CPU use, and in which order do their results add up?
+"""Which cores does a call on the CPU use, and in which order are their results added?
 
-Threads of our own take items of one list; BLAS gets one thread. Its threads would wait for each
-other at every tile, and how it divides a product decides the bits. (D127)
+Our own threads take items of one list, and BLAS gets one thread. Threads of BLAS would wait for
+each other at every tile, and how BLAS divides a product decides the bits. (D127)
 
-Threads live as long as a call, so that nothing is left to break in a forked process.
+Threads end with the call, so that none is left to break in a forked process.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-#: Floating-point operations that are worth a thread: 0.2 ms, twice the start of one.
+#: Floating-point operations that are worth a thread: 0.2 ms, twice the start of a thread.
 WORTH_A_THREAD = 2**24
 #: OpenBLAS computes smaller products (multiply-adds, elements of a matrix) on one thread anyway.
 SMALL_PRODUCT, SMALL_MATRIX = 2**18, 2**13
 
 
 class _Limit:
-    """One BLAS thread while any call runs, counted; then as many as there were."""
+    """Sets BLAS to one thread while calls run, and restores its threads after the last of them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -52,14 +52,14 @@ class _Limit:
             self.restore(every=not self._calls)
 
     def restore(self, *, every: bool) -> None:
-        """Give back the numbers of all threads, or what OpenMP or MKL keeps for this thread."""
+        """Restore the numbers of all threads, or only what OpenMP or MKL keeps for this thread."""
         for blas, threads in self._before:
             if every or _of_each_thread(blas):
                 _set_threads(blas, threads)
 
 
 def _set_threads(blas: Any, number: int) -> None:
-    """Set the number of threads; threadpoolctl 3.8 lets only OpenBLAS's first caller: forget it."""
+    """Set the number of threads; threadpoolctl 3.8 obeys only OpenBLAS's first caller: clear it."""
     clear = getattr(blas, "clear_controlling_thread", lambda **_: None)
     clear(force=True)
     blas.set_num_threads(number)
@@ -67,7 +67,7 @@ def _set_threads(blas: Any, number: int) -> None:
 
 
 def _of_each_thread(blas: Any) -> bool:
-    """Whether each thread has a number of its own: MKL since threadpoolctl asks for that."""
+    """Whether each thread has its own number: with OpenMP, and with MKL's function for that."""
     own: bool = "MKL_Set_Num_Threads_Local" in blas.check_symbols
     return own or bool(blas.threading_layer == "openmp")
 
@@ -75,7 +75,7 @@ def _of_each_thread(blas: Any) -> bool:
 @functools.cache
 def _libraries() -> tuple[Any, ...]:
     """The BLAS libraries of this process, as threadpoolctl controls them."""
-    from threadpoolctl import ThreadpoolController  # 10 ms, which small calls do without
+    from threadpoolctl import ThreadpoolController  # takes 10 ms, which small calls avoid
 
     return tuple(ThreadpoolController().select(user_api="blas").lib_controllers)
 
@@ -84,7 +84,7 @@ _limit = _Limit()
 
 
 def _forget_calls_of_the_parent() -> None:
-    """Calls of other threads do not go on in a forked process, nor may their limit."""
+    """In a forked process, end the limit of calls in other threads, which do not go on there."""
     global _limit
     before, _limit = _limit, _Limit()
     before.restore(every=True)
@@ -92,7 +92,7 @@ def _forget_calls_of_the_parent() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        # No thread is just setting a number then: a lock of threadpoolctl would stay locked.
+        # No thread sets a number during the fork: a lock of threadpoolctl would stay locked.
         before=lambda: _limit.lock.acquire(),
         after_in_parent=lambda: _limit.lock.release(),
         after_in_child=_forget_calls_of_the_parent,
@@ -120,7 +120,7 @@ def single_threaded_blas(m: int, n: int, width: int) -> Iterator[int]:
 
 
 class Items(Generic[T]):
-    """Items that threads take in order, and the turns in which their results are added."""
+    """Items that threads take in order, and whose results they add in the same order."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items = enumerate(items)
@@ -147,10 +147,10 @@ class Items(Generic[T]):
                 self._changed.notify_all()
 
     def work(self, worker: Callable[[Items[T]], None], threads: int) -> None:
-        """Call ``worker`` with these items in so many threads, this one among them.
+        """Call ``worker`` with these items in ``threads`` threads, of which this is one.
 
-        The first error ends the others after their item, and is raised here. So is an interruption,
-        even of the wait for the others: nobody writes results after this has returned.
+        The first error ends all threads after their item, and is raised here. So is an interruption
+        even while waiting for other threads: none writes results after this call has returned.
         """
         helpers: list[threading.Thread] = []
 
@@ -164,14 +164,14 @@ class Items(Generic[T]):
                 self._changed.notify_all()
 
         def works_with_helpers() -> None:
-            # While the interpreter ends, a new thread does not come before it has (Python < 3.12).
+            # While the interpreter exits, a new thread would never start (Python < 3.12).
             for _ in range(0 if sys.is_finalizing() else threads - 1):
-                # The context holds what errors of arithmetic do, as np.errstate has it.
+                # The context holds np.errstate.
                 run = contextvars.copy_context().run
                 helper = threading.Thread(target=run, args=(helps,), name="cuflash")
                 try:
                     helper.start()
-                except RuntimeError:  # the interpreter ends, or the system has no more
+                except RuntimeError:  # the interpreter exits, or the system has no more threads
                     break
                 helpers.append(helper)
             worker(self)
@@ -181,7 +181,7 @@ class Items(Generic[T]):
                 self._changed.wait_for(lambda: not self._helping)
 
         self._guarded(works_with_helpers)
-        while self._helping:  # Thread.join, once interrupted, no longer waits
+        while self._helping:  # Thread.join no longer waits once it was interrupted
             self._guarded(waits)
         for helper in helpers:
             helper.join()
@@ -199,10 +199,10 @@ class Items(Generic[T]):
 
 
 def worth(most: int, operations: float) -> int:
-    """So many threads that each has enough to do."""
+    """Number of threads, at most ``most``, with enough operations for each."""
     return max(1, min(most, int(operations / WORTH_A_THREAD)))
 
 
 def pieces_for(threads: int, most: int, operations: float) -> int:
-    """Pieces of work: one for each thread, and more where there is enough of it."""
+    """Number of pieces: one for each thread, and more where there is enough work."""
     return max(threads, min(most, int(operations / (2 * WORTH_A_THREAD))))

@@ -38,12 +38,12 @@ from cuflash._problem.options import Options
 from cuflash._problem.philox import WHOLE, Origin
 from cuflash._problem.problem import Problem
 
-_PIECES_A_THREAD = 4  # so that threads end together
+_PIECES_A_THREAD = 4  # several, so that threads end at about the same time
 
 
 @contextlib.contextmanager
 def written_at_the_end(options: Options, *results: Array) -> Iterator[tuple[Array, ...]]:
-    """The ``results`` to fill; copies where a formula may raise, and then nothing is written."""
+    """Yield ``results`` to fill, or copies if a formula may raise: an error then writes nothing."""
     if options.score_mod is None and options.mask_mod is None:
         yield results
         return
@@ -78,7 +78,7 @@ def forward(
             q_block = scores.queries(q[..., rows, :])
             rows_shape = q_block.shape[:-1]
             row_max = row_sum = acc = None
-            if problem.sink is not None:  # a key without a value
+            if problem.sink is not None:  # it counts as a key without a value
                 row_max = np.full(rows_shape, scores.sink(rows), dtype)
                 row_sum = np.where(np.isneginf(row_max), dtype.type(0), dtype.type(1))
             for tile, seen in tiles(problem, scores, rows):
@@ -133,7 +133,7 @@ def forward(
         written_at_the_end(options, *results) as (out, lse),
         single_threaded_blas(*largest_tile(problem)) as threads,
     ):
-        # Formulas are functions of the caller, which need not bear several threads.
+        # Formulas are functions of the caller, which may not be thread-safe.
         formulas = options.score_mod is not None or options.mask_mod is not None
         work = operations(problem)
         threads = 1 if formulas else worth(threads, work)

@@ -1,8 +1,8 @@
 """What does a score mean on the CPU path? The counterpart of kernels_cu/score/score.cuh.
 
-The only place of the CPU path that knows scale, softcap, bias, ALiBi, formulas, causal, window,
-mask, segments and lengths. It speaks of query and key indices of one batch entry, and says which
-blocks of keys contain anything visible.
+This is the only file of the CPU path that knows scale, softcap, bias, ALiBi, formulas, causal,
+window, mask, segments and lengths. Queries and keys have indices within a batch entry. The file
+also says which blocks of keys contain visible pairs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Scores:
 
     @cached_property
     def _places(self) -> tuple[Array, Array, Array]:
-        """Entries as dropout counts them, within the whole call; their batch and their head."""
+        """Flat indices of entries in the whole call, as dropout counts; their batch and head."""
         xp, batch_shape, origin = self._xp, self._problem.batch_shape, self._origin
         heads = max(batch_shape[-1], 1) if batch_shape else 1
         entries = xp.asarray(entry_indices(self._problem.batch, self._entry))
@@ -102,9 +102,9 @@ class Scores:
         return self._xp.where(self.are_queries(rows), self._sink, -np.inf)
 
     def queries(self, q: Array) -> Array:
-        """A copy of queries as ``logits`` takes them: times the scale, where that is at most 1.
+        """A copy of queries for ``logits``: times the scale, if that is at most 1.
 
-        Of a tile of scores this saves one pass. A larger factor could overflow.
+        This saves one pass over each tile of scores. A larger factor could overflow.
         """
         q = q.astype(self._dtype)
         if self.scales_queries:
@@ -124,7 +124,7 @@ class Scores:
             score *= self._dtype.type(problem.scale)
         slope = None
         if problem.softcap is not None:
-            # 0 / 0 and 0 * inf are no scores; no score is large enough to tell max from more.
+            # Else 0 / 0 or 0 * inf could occur. A cap above max has the effect of max.
             limits = np.finfo(self._dtype)
             cap = self._dtype.type(min(max(problem.softcap, float(limits.tiny)), float(limits.max)))
             score /= cap
@@ -147,7 +147,7 @@ class Scores:
         return score, slope, mod_slope
 
     def _narrowed(self, array: Array) -> Array:
-        """Copy in the dtype of scores. Finite numbers stay finite: only -inf hides. (D79)"""
+        """A copy in the dtype of scores. Finite numbers stay finite: only -inf hides. (D79)"""
         if array.dtype.itemsize > self._dtype.itemsize:
             limit = float(np.finfo(self._dtype).max)
             clipped = self._xp.clip(array, -limit, limit)
@@ -155,16 +155,16 @@ class Scores:
         return array.astype(self._dtype)
 
     def _names(self, tile: Tile) -> tuple[Array, ...]:
-        """Entry, head, query and key as formulas get them: copies, which they may overwrite."""
+        """Batch, head, query and key indices for formulas: copies, which they may overwrite."""
         m, n = tile.m + self._origin.query, tile.n + self._origin.key
         return (*(a[..., None, None].copy() for a in self._places[1:]), m, n)
 
     def distance(self, tile: Tile) -> Array:
-        """``|m + offset - n|`` of each pair, what ALiBi multiplies."""
+        """``|m + offset - n|`` of each pair, which ALiBi multiplies by the slope."""
         return self._xp.abs(tile.m + self.offset - tile.n).astype(self._dtype)
 
     def visible(self, tile: Tile) -> Array:
-        """Which pairs may see each other; a bias of -inf hides, whatever the score."""
+        """Which pairs are visible; a bias of -inf hides a pair, whatever the score."""
         problem = self._problem
         if self.alike and not self._pairwise and isinstance(tile.rows, slice):
             return self._band(tile.rows, tile.cols)
@@ -188,7 +188,7 @@ class Scores:
         return seen
 
     def _band(self, rows: slice, cols: slice) -> Array:
-        """Which pairs see each other by lengths and window alone, alike in all entries."""
+        """Which pairs are visible by lengths and window, where these are equal in all entries."""
         problem, shape = self._problem, (rows.stop - rows.start, cols.stop - cols.start)
         step = rows.start + self.offset - cols.start
         low, high = -shape[0], shape[1]  # beyond these an edge of the window crosses no pair
@@ -212,9 +212,9 @@ class Scores:
         return kept * self._dtype.type(philox.kept_scale(p))
 
     def key_range(self, rows: slice) -> tuple[slice, slice]:
-        """Keys that some query of ``rows`` may see by lengths and window; and what all of them see.
+        """Keys that some query of ``rows`` may see by lengths and window, and keys that all see.
 
-        Of every carried entry.
+        Both hold for the queries of all carried entries.
         """
         problem = self._problem
         q_low, q_high = _extremes(self.q_length)
@@ -238,7 +238,7 @@ class Scores:
 def _band(shape: tuple[int, int], queries: int, keys: int, low: int, high: int) -> Array:
     """Pairs (m, n) of a tile with m < queries, n < keys and low <= n - m <= high.
 
-    Tiles along a diagonal have the same, and so do the heads of a call.
+    Tiles along a diagonal share one array, and so do the heads of a call.
     """
     m, n = np.arange(shape[0])[:, None], np.arange(shape[1])
     band: Array = (n <= m + high) & (n >= m + low)

@@ -1,7 +1,7 @@
-"""Which tiles is a call on the CPU made of, and where do their products lie?
+"""Which tiles is a call on the CPU made of, and which memory holds their products?
 
-Arrays are canonical views, batch axes first. Leading batch axes are looped over; as many entries
-as keep a tile small are carried in it, so that many short sequences cost few Python steps.
+Arrays are canonical views, batch axes first. Python loops over leading batch axes. A tile carries
+as many entries as keep it small, so that many short sequences take few Python steps.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from cuflash._problem.options import Options
 from cuflash._problem.philox import Origin
 from cuflash._problem.problem import Problem
 
-#: Most queries and keys of a tile: its scores, and what multiplies them, stay in cache. (D128)
+#: Most queries and keys of a tile: its scores and their operands stay in cache. (D128)
 BLOCK_M = BLOCK_N = 512
-TILE_ELEMENTS = BLOCK_M * BLOCK_N  # of several entries together
-_BESIDE_WINDOWS = 256  # most queries, if they see a window: fewer keys that most of them do not see
-ALIGNMENT = 64  # of the first and last key of a window
+TILE_ELEMENTS = BLOCK_M * BLOCK_N  # most scores of a tile, of all its entries together
+_BESIDE_WINDOWS = 256  # most queries of a tile with a window, so that most see most of its keys
+ALIGNMENT = 64  # the first and last key of a window are rounded to multiples of this
 
-Piece = tuple[Entry, slice]  # entries that are carried together, and rows of them
+Piece = tuple[Entry, slice]  # entries that a tile carries together, and their rows
 
 
 class Workspace:
-    """Memory of one thread for the results of tiles, by name; each is taken once."""
+    """Memory of one thread for the results of tiles, allocated once for each name."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, Array] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Uninitialised, and valid until the next call with this name."""
+        """Uninitialised memory, valid until the next call with this name."""
         size = math.prod(shape) * dtype.itemsize
         found = self._bytes.get(name)
         if found is None or found.size < size:
@@ -58,8 +58,8 @@ _kept: list[Workspace] = []
 def workspace() -> Iterator[Workspace]:
     """Lend memory that nobody else uses meanwhile.
 
-    A few are kept for later calls: new memory of this size costs a short call half of its time in
-    page faults. (D129)
+    A few workspaces are kept for later calls: page faults of new memory would take half of the time
+    of a short call. (D129)
     """
     try:
         lent = _kept.pop()
@@ -71,7 +71,7 @@ def workspace() -> Iterator[Workspace]:
 
 
 class Parts:
-    """The batch in parts: their scores and queries, and their keys and values widened."""
+    """Gives parts of the batch: scores, queries, and keys and values in the dtype of sums."""
 
     def __init__(self, problem: Problem, qkv: Triple, options: Options, origin: Origin) -> None:
         self._problem, self._options, self._origin = problem, options, origin
@@ -90,7 +90,7 @@ class Parts:
 def pieces(problem: Problem, at_least: int) -> list[Piece]:
     """About ``at_least`` pieces of the batch, and of queries where the batch has fewer entries."""
     if 0 in problem.k.strides[: len(problem.batch)]:
-        # Each piece widens the keys that the batch shares, which many queries must pay for. (D77)
+        # Each piece widens the keys that the batch shares, which only pays for many queries. (D77)
         at_least = min(at_least, max(1, math.prod(problem.batch) * problem.seqlen_q // 128))
     entries = list(_entries(problem, at_least))
     block_m, _ = blocks(problem)
@@ -107,10 +107,11 @@ def blocks(problem: Problem) -> tuple[int, int]:
 
 
 def tiles(problem: Problem, scores: Scores, rows: slice) -> Iterator[tuple[Tile, Array | None]]:
-    """Tiles where some query of ``rows`` sees some key, with visibility or None if all do.
+    """Tiles in which some query of ``rows`` sees a key, with visibility; None if all pairs do.
 
-    If lengths or offsets of entries differ, blocks of keys start at fixed places and are whole:
-    what other entries see, which ``key_range`` covers too, changes no bit of a row. (D78)
+    If lengths or offsets of entries differ, blocks of keys start at fixed places and are whole.
+    Then keys that only other entries see, which ``key_range`` includes, change no bit of a row.
+    (D78)
     """
     some, full = scores.key_range(rows)
     if some.start >= some.stop:
@@ -146,7 +147,7 @@ def product(a: Array, b: Array, seen: Array | None, finite: bool, out: Array) ->
 
 
 def row_maxima(scores: Array) -> Array:
-    """The largest of each row, or its first NaN. (D130)"""
+    """The largest score of each row, or its first NaN. (D130)"""
     columns = scores.shape[-1]
     where = scores.argmax(-1)
     where += np.arange(0, scores.size, columns).reshape(where.shape)
@@ -154,7 +155,7 @@ def row_maxima(scores: Array) -> Array:
 
 
 def hide(scores: Array, seen: Array | None, value: float) -> None:
-    """Overwrite what is not seen."""
+    """Overwrite the scores that are not ``seen`` (None: all are) with ``value``."""
     if seen is not None:
         np.copyto(scores, scores.dtype.type(value), where=~seen)
 
@@ -205,5 +206,5 @@ def _entries(problem: Problem, at_least: int) -> Iterator[Entry]:
 
 
 def _unrepeated(array: Array) -> Array:
-    """View with extent 1 on batch axes of stride 0, so that what they repeat is widened once."""
+    """View with extent 1 on batch axes of stride 0, so that repeated elements are widened once."""
     return array[tuple(slice(None) if stride else slice(1) for stride in array.strides[:-2])]

@@ -1,4 +1,4 @@
-"""How does a configuration become a kernel? The only file that compiles with NVRTC."""
+"""How does a configuration become a kernel? This is the only file that compiles with NVRTC."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.params import STRUCTS, with_reals
 
 #: ``-default-device``: lambdas are device functions. ``-fmad=false``: roundings are as written.
-#: Else products and sums are contracted in one register and not in another, and the bits of a row
-#: depend on its place in the tile. (D80)
+#: Else a product and a sum would be contracted for one register and not for another, and the bits
+#: of a row would depend on its place in the tile. (D80)
 OPTIONS = ("--std=c++17", "-default-device", "-ftz=true", "-fmad=false")
-_FIRST_WITH_GRID_CONSTANTS = 70  # elsewhere the word is an error, and parameters are copied
+_FIRST_WITH_GRID_CONSTANTS = 70  # before sm_70 __grid_constant__ is an error
 _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 #: (source, options) -> (cubin, log); raises NvrtcError.
 Compiler = Callable[[str, tuple[str, ...]], tuple[bytes, str]]
@@ -34,23 +34,23 @@ class Kernel(NamedTuple):
     """A compiled kernel on one device."""
 
     pointer: int  # CUfunction
-    num_threads: int
-    smem_bytes: int
-    owner: Any  # keeps the module loaded
+    num_threads: int  # threads of a thread block
+    smem_bytes: int  # dynamic shared memory of a thread block
+    owner: Any  # the module, which this keeps loaded
 
 
 class Report(NamedTuple):
-    """What the compiler says about one kernel, no device needed."""
+    """What the compiler says about one kernel. No device is needed."""
 
-    registers: int
-    spill_bytes: int
-    stack_bytes: int
-    warnings: tuple[str, ...]
+    registers: int  # registers of a thread
+    spill_bytes: int  # of stores and loads together
+    stack_bytes: int  # of stack frames
+    warnings: tuple[str, ...]  # lines of the log
     cubin: bytes
 
 
 def source_of(config: KernelConfig, arch: str = "sm_80") -> str:
-    """Self-contained source text of a kernel."""
+    """Self-contained CUDA text of a kernel."""
     struct = config.params
     size = with_reals(STRUCTS[struct], config.real_bytes).itemsize
     pinned = (
@@ -65,7 +65,7 @@ def source_of(config: KernelConfig, arch: str = "sm_80") -> str:
 
 @functools.cache
 def compile_kernel(config: KernelConfig, device: int) -> Kernel:
-    """Compile for ``device``, or take what another process compiled; raise CompileError."""
+    """Compile for ``device``, or load what another process compiled; may raise a CompileError."""
     import cupy
     from cupy_backends.cuda.api import driver
 
@@ -87,7 +87,7 @@ def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
     made_of = _made_of(config, arch)
     for kept in _kept(made_of, cupy.__version__):
         if kept is not None:
-            # The driver may be too old for it, or somebody put it there under our digest.
+            # The driver may be too old for the cubin, or somebody stored another one with a digest.
             with contextlib.suppress(cupy.cuda.driver.CUDADriverError):
                 return _loaded(cupy, kept, config)
     cubin, _ = _compiled(config, made_of)
@@ -102,7 +102,7 @@ def _made_of(config: KernelConfig, arch: str) -> tuple[str, ...]:
 
 
 def _kept(made_of: tuple[str, ...], version: str) -> Iterator[bytes | None]:
-    """Cubins made of this, the best first; the compiler is loaded no sooner than it has to be."""
+    """Stored cubins of this source, best first; None for a missing one. NVRTC is loaded last."""
     if cubin_cache.shared_folders():
         yield cubin_cache.load_shared(cubin_cache.name_of(*made_of))
     noted = compiler_id.noted()
@@ -120,33 +120,33 @@ def _loaded(cupy: Any, cubin: bytes, config: KernelConfig) -> tuple[Any, Any]:
 
 
 def architecture(config: KernelConfig, capability: int) -> str:
-    """What a kernel is compiled for on a device: wgmma and setmaxnreg need the "a"."""
+    """The architecture that a kernel is compiled for: wgmma and setmaxnreg need the "a"."""
     if config.source.endswith("_sm90.cu"):
         return "sm_90a"
     return f"sm_{capability}"
 
 
 def stored_name(config: KernelConfig, arch: str) -> str:
-    """Name under which the store keeps this kernel for a run."""
+    """Name under which this kernel is stored for a run."""
     version = _arrays.imported_cupy().__version__
     return cubin_cache.name_of(*_made_of(config, arch), compiler_id.identity(), version)
 
 
 def shared_name(config: KernelConfig, arch: str) -> str:
-    """Name of this kernel in a folder for others, whatever compiler they have."""
+    """Name of this kernel in a shared folder, which does not depend on the compiler."""
     return cubin_cache.name_of(*_made_of(config, arch))
 
 
 def compile_static(config: KernelConfig, arch: str, compiler: Compiler | None = None) -> Report:
     """Compile for ``arch`` ("sm_80") with the options a run would use, and read the log.
 
-    ``compiler`` is another NVRTC than the one that CuPy has bound.
+    ``compiler`` replaces the NVRTC that CuPy has bound.
     """
     made_of = (*_made_of(config, arch), "--ptxas-options=-v")
     cubin, log = _compiled(config, made_of, compiler)
 
     def numbers(pattern: str) -> list[int]:
-        """One for each function: the kernel, and what it calls."""
+        """One number for each function: the kernel, and the functions that it calls."""
         found = [int(n) for n in re.findall(pattern, log)]
         if not found:
             raise CompileError(
@@ -190,7 +190,7 @@ def _nvrtc(source: str, options: tuple[str, ...]) -> tuple[bytes, str]:
             nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:
             raise NvrtcError(f"{error}\n{nvrtc.getProgramLog(program)}") from error
-        # CuPy takes the last byte, a zero, for the end of a text.
+        # CuPy drops the last byte, a zero, as the end of a string.
         return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)

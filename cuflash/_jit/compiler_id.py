@@ -1,9 +1,9 @@
-"""Which NVRTC has CuPy bound? Kernels are stored under its name.
+"""Which NVRTC has CuPy bound? Kernels are stored under its identity.
 
-Only the library itself says its version, and loading it takes 6 to 9 ms. A process that did so
-notes beside the kernels what it found; the next one, if nothing around it changed, looks at the
-file alone. A note decides where a kernel is looked for first. It never decides what one is stored
-under: for that the library is asked. (D72, D73)
+Only the library itself tells its version, and loading it takes 6 to 9 ms. A process that loaded it
+writes a note beside the kernels. The next process reads the note instead, if nothing around the
+library has changed. A note decides where a kernel is looked up first. It never decides the name
+that a kernel is stored under, which comes from the library. (D72, D73)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VARIABLES = ("CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH")
 
 
 def version() -> tuple[int, int]:
-    """Of the library; an ImportError that names the extras where nothing can be compiled."""
+    """(major, minor) of the library; raise an ImportError with pip extras if there is none."""
     try:
         from cupy_backends.cuda.libs import nvrtc
 
@@ -38,13 +38,13 @@ def version() -> tuple[int, int]:
 
 @functools.cache
 def identity() -> str:
-    """Version of the library; patches of one version differ in size."""
+    """Version and size of the library: patches of one version differ in size."""
     major, minor = version()
     found = f"NVRTC {major}.{minor} of 0 bytes"
     with contextlib.suppress(ImportError, OSError, RuntimeError):
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
-        # Loaded above: this finds the file. Without it the version has to do.
+        # The library is loaded above: this only finds its file. Without it the version has to do.
         path = load_nvidia_dynamic_lib("nvrtc").abs_path or ""
         found = f"NVRTC {major}.{minor} of {_state(path)[0]} bytes"
         cubin_cache.save_note("compiler", {"identity": found, **_conditions(path)})
@@ -53,7 +53,7 @@ def identity() -> str:
 
 @functools.cache
 def noted() -> str | None:
-    """What :func:`identity` would return, without loading the library; None where nobody knows."""
+    """What :func:`identity` returns, without loading the library; None without a valid note."""
     note = cubin_cache.load_note("compiler")
     if note is None or not isinstance(note.get("file"), str):
         return None
@@ -65,7 +65,7 @@ def noted() -> str | None:
 
 
 def _conditions(path: str) -> dict[str, Any]:
-    """What must be as it was for a note to hold."""
+    """What must not have changed for a note to be valid."""
     size, modified = _state(path)
     places = [os.path.join(folder, wheel) for folder in _site_folders() for wheel in _WHEELS]
     return {
@@ -78,7 +78,7 @@ def _conditions(path: str) -> dict[str, Any]:
 
 
 def _state(path: str) -> tuple[int, int]:
-    """Bytes and time of the last change of a file."""
+    """Size of a file in bytes, and time of its last change."""
     found = os.stat(path)
     return found.st_size, found.st_mtime_ns
 

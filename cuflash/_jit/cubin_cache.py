@@ -1,11 +1,11 @@
-"""Where do compiled kernels wait for the next process?
+"""Where are compiled kernels stored for the next process?
 
 In the folder ``cuflash`` of CuPy's kernel cache, one file each: a cubin, then the digest of its
-name and of the cubin. What lacks that digest is no kernel: cut off, changed, or under the name of
-another. Anybody can compute it: where all users may write, files of others are not read. Files are
-only ever replaced as a whole, so that any number of processes share a folder.
+name and of the cubin. A file without the right digest is not used: it is cut off, changed, or has
+the name of another kernel. Anybody can compute a digest: where all users may write, files of others
+are not read. Files are only replaced as a whole, so any number of processes can share a folder.
 
-Nothing here raises: where a file cannot be read or written, every process compiles for itself.
+``load`` and ``save`` do not raise: if a file cannot be read or written, each process compiles.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def shared_folders() -> tuple[Path, ...]:
 
 
 def load_shared(name: str) -> bytes | None:
-    """The cubin of this name in one of the shared folders, or None; no other is written to."""
+    """The cubin of this name in one of the shared folders, or None. Nothing is written there."""
     for shared in shared_folders():
         path = shared / f"{name}.cubin"
         try:
@@ -57,9 +57,9 @@ def load_shared(name: str) -> bytes | None:
 
 
 def read(path: Path) -> bytes:
-    """Content of a file; an OSError for what is none, or what any user may have written.
+    """Content of a file; an OSError if it is no regular file, or any user may have written it.
 
-    Opening a FIFO to read it would wait for somebody who writes.
+    The file is opened without blocking: a FIFO would wait for a writer.
     """
     not_waiting = getattr(os, "O_NONBLOCK", 0)
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | not_waiting)) as file:
@@ -72,7 +72,10 @@ def read(path: Path) -> bytes:
 
 
 def _anybodys(status: os.stat_result, folder: Path) -> bool:
-    """Whether all may write the file, or the folder with its owner neither root nor this user."""
+    """Whether all users may write the file; or its folder, for a file that another user owns.
+
+    Root does not count as another user.
+    """
     if sys.platform == "win32":  # has no such modes
         return False
     own = status.st_uid in (0, os.geteuid())
@@ -86,7 +89,7 @@ def _checked(name: str, content: bytes) -> bytes | None:
 
 
 def save_shared(shared: Path, name: str, cubin: bytes) -> Path:
-    """Put a cubin into a folder for others; an OSError where that cannot be written.
+    """Put a cubin into a shared folder; an OSError if the folder cannot be written.
 
     The file has the permissions of the folder, but never lets every user write.
     """
@@ -97,7 +100,7 @@ def save_shared(shared: Path, name: str, cubin: bytes) -> Path:
 
 
 def verified(path: Path) -> bool:
-    """Whether a file of kernels can be read, is whole and has the name of what it holds."""
+    """Whether the file of a kernel can be read, is whole, and has the name of its kernel."""
     try:
         return _checked(path.stem, read(path)) is not None
     except OSError:
@@ -119,7 +122,7 @@ def load(name: str) -> bytes | None:
 
 
 def save(name: str, cubin: bytes) -> None:
-    """Keep a cubin; whatever was there before is replaced."""
+    """Store a cubin, in place of any file of this name."""
     if in_memory():
         return
     try:
@@ -130,9 +133,9 @@ def save(name: str, cubin: bytes) -> None:
 
 
 def replace(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Put a file in its place as a whole; a link there is replaced, and not followed.
+    """Write a file as a whole; a link of this name is replaced, not followed.
 
-    What a killed process leaves has the name of the file and more.
+    A killed process leaves a file whose name begins with the name of the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(".tmp", f"{path.name}.", path.parent)
@@ -142,12 +145,12 @@ def replace(path: Path, content: bytes, mode: int = 0o600) -> None:
         os.chmod(temporary, mode)
         os.replace(temporary, path)
     finally:
-        with contextlib.suppress(OSError):  # it is in its place
+        with contextlib.suppress(OSError):  # it was moved
             os.unlink(temporary)
 
 
 def load_note(name: str) -> dict[str, Any] | None:
-    """What was noted under a name: about the kernel of that name, or about the compiler."""
+    """The note of this name, about the kernel of that name or about the compiler; or None."""
     import json
 
     if in_memory():
@@ -160,7 +163,7 @@ def load_note(name: str) -> dict[str, Any] | None:
 
 
 def save_note(name: str, note: dict[str, Any]) -> None:
-    """Note something for later processes."""
+    """Write a note for later processes."""
     import json
 
     if not in_memory():

@@ -1,4 +1,4 @@
-"""What is asked of the NVIDIA driver that CuPy does not pass on, or passes on slowly?"""
+"""Which functions of the NVIDIA driver does CuPy not offer, or only slowly?"""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def encodes_tensor_maps() -> bool:
     return all(function(name) is not None for name in names)
 
 
-# CUDA's runtime answers the following all at once, clocks included: that takes milliseconds. (D74)
+# CUDA's runtime returns all properties at once, clocks included, which takes milliseconds. (D74)
 
 
 def device_name(device: int) -> str:
@@ -54,7 +54,7 @@ def device_name(device: int) -> str:
 
 @functools.cache
 def attribute(name: str, device: int) -> int:
-    """A number by CUDA's name for it, without the prefix cudaDevAttr."""
+    """An attribute of a device, by CUDA's name without the prefix cudaDevAttr."""
     from cupy_backends.cuda.api import runtime
 
     return int(runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), device))

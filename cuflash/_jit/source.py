@@ -23,7 +23,7 @@ def kernels_dir() -> Path:
 
 
 def digest() -> str:
-    """Sha256 over names and contents of all CUDA sources: which state of them is this?"""
+    """Sha256 over names and contents of all CUDA sources, which identifies their state."""
     total = hashlib.sha256()
     for path in sorted(p for p in kernels_dir().rglob("*") if p.is_file()):
         content = path.read_bytes().replace(b"\r\n", b"\n")
@@ -33,7 +33,7 @@ def digest() -> str:
 
 
 def digest_of(name: str) -> str:
-    """Sha256 over the code of one kernel, whatever its comments and line breaks are."""
+    """Sha256 over the code of one kernel, without its comments and line breaks."""
     return hashlib.sha256(code_of(flatten(name)).encode()).hexdigest()
 
 
@@ -47,11 +47,11 @@ def code_of(text: str) -> str:
 def flatten(
     name: str, replaced: tuple[tuple[str, str], ...] = (), *, folder: Path | None = None
 ) -> str:
-    """Text of a source with every quoted include in place, once each.
+    """Text of a source with the text of every quoted include in its place, once each.
 
-    Stored kernels are found by this text: an edited header is another text and another kernel.
+    Stored kernels are found by this text: an edited header gives another text and another kernel.
     ``#line`` keeps compiler messages pointing at the real files.
-    ``replaced`` are files with another text. ``folder`` is that of the sources, by default
+    ``replaced`` holds (name, text) of files to replace. ``folder`` holds the sources, by default
     :func:`kernels_dir`.
     """
     seen: set[str] = set()

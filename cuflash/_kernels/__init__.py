@@ -1,1 +1,1 @@
-"""What is each kernel? Its configuration, its parameters."""
+"""How is each kernel described? By a configuration and a parameter struct."""

@@ -1,4 +1,4 @@
-"""``backward_convert.cu``: scales and rounds the sums of dq that one pass over the scores made."""
+"""``backward_convert.cu``: scales and rounds the float32 sums of dq of a one-pass kernel."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from cuflash._kernels.config import SCORED, KernelConfig
 
 
 class Own(NamedTuple):
-    """What this kernel alone is told."""
+    """Fields of this kernel alone."""
 
-    grad_bias: bool = False  # did the other kernel write the gradient of a bias?
+    grad_bias: bool = False  # did the one-pass kernel write the gradient of a bias?
 
 
 class BackwardConvertConfig(KernelConfig):
-    """``backward_convert.cu``; it has the tiles of the kernel that added."""
+    """``backward_convert.cu``: its blocks of queries are those of the one-pass kernel."""
 
     kernel = "backward_convert"
     params = "BackwardParams"
     computes = "convert"
     parts = SCORED | {"own": Own}
-    row_warps = 0  # rows are dealt out to threads
+    row_warps = 0  # warps own slices of 16 rows and 64 columns
 
     @classmethod
     def after(cls, config: KernelConfig) -> Self:
-        """The kernel for the sums of another."""
+        """The kernel that converts the sums of ``config``, a kernel of all gradients."""
         values = config.values()
-        values["block_n"] = config.own_rows  # keys of a tile, which add to one of the sums
+        values["block_n"] = config.own_rows  # keys of a tile, which adds to one of the sums
         values["num_warps"] = config.block_m // 16 * -(-config.head_dim // 64)
         return cls(**{name: values[name] for part in cls.parts.values() for name in part._fields})

@@ -1,4 +1,4 @@
-"""``backward_delta.cu``: delta = rowsum(dout * out) - dlse, which the gradients' kernels read."""
+"""``backward_delta.cu``: delta = rowsum(dout * out) - dlse, which the gradient kernels read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cuflash._problem.problem import Problem
 
 
 class Own(NamedTuple):
-    num_warps: int
-    block_m: int
+    num_warps: int  # warps of a thread block
+    block_m: int  # queries of a thread block
     grad_lse: bool  # is there a cotangent of lse?
 
 
 class DeltaConfig(KernelConfig):
-    """``backward_delta.cu``; ``out_dtype`` is what out is read in."""
+    """``backward_delta.cu``: it reads out in ``out_dtype``."""
 
     kernel = "backward_delta"
     params = "DeltaParams"
@@ -29,7 +29,7 @@ class DeltaConfig(KernelConfig):
     def of(
         cls, problem: Problem, out_dtype: np.dtype[Any], copy_bytes: int, *, grad_lse: bool
     ) -> Self:
-        """The kernel for a problem and the dtype of its out."""
+        """The kernel for a problem with an out of ``out_dtype``."""
         return cls(
             dtype=problem.dtype.name,
             out_dtype=out_dtype.name,

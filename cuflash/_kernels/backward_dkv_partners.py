@@ -1,4 +1,4 @@
-"""``backward_dkv_partners.cu``: dk and dv of float64, two warps own the same keys."""
+"""``backward_dkv_partners.cu``: dk and dv of float64, with two warps for the same keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
 from cuflash._kernels.tables import Row
 
-#: block_m, block_n, num_warps, blocks_per_sm.
+#: A tile: block_m, block_n, num_warps, blocks_per_sm.
 ROWS = (
     Row("float64", 64, ((64, 64, 8, 1),), "D58"),
     Row("float64", 96, ((32, 64, 8, 1),), "D58"),
@@ -18,13 +18,13 @@ ROWS = (
 
 
 class BackwardKVPartnersConfig(portable.PartnersConfig):
-    """``backward_dkv_partners.cu``: each of two warps has half the columns of their keys."""
+    """``backward_dkv_partners.cu``: two warps own the same keys, each with half of the columns."""
 
     kernel = "backward_dkv_partners"
     computes = "dkv"
     parts = SCORED | portable.KV_PARTS | {"own": portable.Partners}
     owned = "block_n"  # queries are streamed
-    streams = range(32, 129, 32)  # a warp has half of them
+    streams = range(32, 129, 32)  # each warp computes half of the scores
 
     def check(self) -> None:
         super().check()
@@ -33,7 +33,7 @@ class BackwardKVPartnersConfig(portable.PartnersConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of k and v, a block of q and dout, p and ds, two of the pairs (lse, delta)."""
+        """Tiles of k and v, a block of q and dout, p and ds, two buffers of pairs (lse, delta)."""
         rows = self.block_m + self.block_n
         kept = self.element_bytes * rows * (self.head_dim + self.head_dim_v)
         return int(kept + self.real_bytes * self.block_m * (2 * self.block_n + 4))
@@ -44,7 +44,7 @@ class BackwardKVPartnersConfig(portable.PartnersConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """The tile of its row for every pass, where it fits."""
+        """The tile of its table row for each pass; nothing if it does not fit."""
         problem = request.problem
         (values,) = portable.candidates(cls, ROWS, request, portable.fields(cls, request))
         if not portable.fits(cls.draft(values), request.smem_limit):

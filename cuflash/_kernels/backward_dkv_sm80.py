@@ -1,4 +1,4 @@
-"""``backward_dkv_sm80.cu``: the gradients of k and v that every architecture has."""
+"""``backward_dkv_sm80.cu``: dk and dv on every architecture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.tables import Row
 
-#: block_m, block_n, num_warps, blocks_per_sm.
+#: A tile: block_m, block_n, num_warps, blocks_per_sm.
 ROWS = (
     Row("half", 16, ((32, 128, 4, 3),)),
     Row("half", 32, ((32, 128, 4, 2),)),
@@ -30,7 +30,7 @@ ROWS = (
     Row("float32", 128, ((16, 128, 8, 1), (16, 64, 4, 1), (16, 32, 2, 1)), "D36"),
     Row("float32", 192, ((16, 64, 4, 1), (16, 32, 2, 1)), "D36"),
     Row("float32", 256, ((16, 64, 4, 1), (16, 32, 2, 1), (16, 16, 1, 1)), "D36"),
-    # With all options 32 queries are more than registers hold.
+    # With all options registers do not hold 32 queries.
     Row("float32, general", 16, ((16, 64, 4, 2),), "D161"),
     Row("float32, held bias", 16, ((32, 128, 4, 2),), "D161"),
     Row("float32, general", 32, ((16, 64, 4, 2),)),
@@ -57,7 +57,7 @@ class BackwardKVConfig(KernelConfig):
     parts = SCORED | portable.KV_PARTS | {"held": portable.HeldBias}
     tunables = portable.TUNABLES
     owned = "block_n"  # queries are streamed
-    streams = range(16, 65, 16)  # KeptBits of score/dropout.cuh
+    streams = range(16, 65, 16)  # up to 64: KeptBits of score/dropout.cuh
 
     def check(self) -> None:
         if self.block_m > self.num_threads:
@@ -67,7 +67,7 @@ class BackwardKVConfig(KernelConfig):
     def smem_bytes(self) -> int:
         """Tiles of k and v; two stages of q, dout and the pairs (lse, delta).
 
-        TF32 parts of q and dout take the place of a stage, unless both results are summed.
+        With 3xTF32 a pass for dk or dv alone has one stage with both TF32 parts instead. (D37)
         """
         streamed = 2 * self.operand_parts if self.grad_k and self.grad_v else 2
         tiles = sum(
@@ -79,7 +79,7 @@ class BackwardKVConfig(KernelConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """For each pass the first tile of its row that fits; on CUDA cores where one has none."""
+        """The first tile of its table row that fits, for each pass; ``simt`` if a pass has none."""
         problem, fields = request.problem, portable.fields(cls, request)
         together = max(fields["head_dim"], fields["head_dim_v"]) <= portable.held(request).pair
         found: tuple[Self, ...] = ()
@@ -88,7 +88,7 @@ class BackwardKVConfig(KernelConfig):
             own = fields | portable.kv_fields(problem, names)
             own["holds_bias"] = portable.holds_bias(request, own)
             own["split_columns"] = portable.gradient_parts(request, columns)
-            # Wider results take registers as options do.
+            # Results that are wider than elements take registers, as options do.
             wider = True if own["out_dtype"] != own["dtype"] else None
             values = portable.candidates(cls, ROWS, request, own, general=wider)
             fitting = portable.fitting(cls, values, request.smem_limit)

@@ -1,4 +1,4 @@
-"""``backward_dkv_sm90.cu``: Hopper's gradients of k and v for 16 bits."""
+"""``backward_dkv_sm90.cu``: dk and dv of 16-bit elements on Hopper."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import needs_score_math
 from cuflash._kernels.tables import Row, smallest
 
-#: Up to 128 the fastest of benchmarks/sweeps on an H100 SXM; others follow from registers and
-#: shared memory. Rows serve dk and dv in one pass up to head size 128, larger ones one of them:
-#: registers hold no two results of 192 columns.
-#: Of each row block_m, block_n, num_stages, scores_ahead.
+#: Up to head size 128 the fastest tiles of benchmarks/sweeps on an H100 SXM. Others follow from
+#: registers and shared memory. Up to head size 128 one pass computes dk and dv. Above, a pass
+#: computes one of them: registers do not hold two results of 192 columns.
+#: A tile: block_m, block_n, num_stages, scores_ahead.
 ROWS = (
     Row("", (64, 64), (96, 128, 3, False), "D104"),
     Row("", (96, 96), (80, 128, 3, False), "D104"),
@@ -27,7 +27,7 @@ ROWS = (
     Row("full slopes alone, measured", (128, 128), (48, 128, 3, True), "D103"),
     Row("causal slopes alone, measured", (128, 128), (64, 128, 2, False), "D103"),
     Row("causal softcap alone, measured", (128, 128), (64, 128, 2, True), "D103"),
-    # Several options take registers: blocks that spill nothing by NVRTC 12.9 and 13.5, not timed.
+    # Several options take registers: tiles without spills by NVRTC 12.9 and 13.5, not timed.
     Row("crowded", (96, 96), (48, 128, 3, False)),
     Row("crowded", (128, 128), (32, 128, 3, False)),
     Row("crowded", (192, 128), (48, 128, 2, False)),
@@ -52,7 +52,7 @@ class BackwardKVSm90Config(wgmma.WarpgroupsConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of every kernel that owns keys; a pass for dv alone keeps no tile of v."""
+        """``key_owner_bytes``; a pass for dv alone keeps only 8 rows of v."""
         return wgmma.key_owner_bytes(self, self.block_n if self.grad_k else 8)
 
     @classmethod
@@ -62,7 +62,7 @@ class BackwardKVSm90Config(wgmma.WarpgroupsConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """The tile of its row, for each pass."""
+        """The tile of its table row for each pass."""
         problem, passes = request.problem, _passes(request)
         bound = "full" if problem.window_right is None else "causal"
         holding = {

@@ -1,4 +1,4 @@
-"""``backward_dkv_tf32_sm90.cu``: Hopper's gradients of k and v for float32."""
+"""``backward_dkv_tf32_sm90.cu``: dk and dv of float32 on Hopper."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cuflash._kernels.request import Request
 
 
 class BackwardKVTf32Sm90Config(tf32_sm90.Tf32Config):
-    """``backward_dkv_tf32_sm90.cu``: warpgroups of 64 keys, one that splits q and dout."""
+    """``backward_dkv_tf32_sm90.cu``: two warpgroups own 64 keys each, one splits q and dout."""
 
     kernel = "backward_dkv_tf32_sm90"
     computes = "dkv"
@@ -25,7 +25,7 @@ class BackwardKVTf32Sm90Config(tf32_sm90.Tf32Config):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of k and v; rings of TF32 parts of q, dout and their transposes, and of rows."""
+        """Tiles of k and v; rings of q, dout and their transposes in TF32 parts, lse and delta."""
         kept, streamed = self.head_dim, self.head_dim
         if self.grad_k:
             kept += self.head_dim_v
@@ -44,7 +44,7 @@ class BackwardKVTf32Sm90Config(tf32_sm90.Tf32Config):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """Its only tile, for each pass. (D39)"""
+        """Its only tile for each pass. (D39)"""
         found: tuple[Self, ...] = ()
         fields = tf32_sm90.fields(cls, request, 32, 128)
         for names in _passes(request):

@@ -1,4 +1,4 @@
-"""``backward_dq_narrow.cu``: the gradient of q of very small head sizes, on CUDA cores."""
+"""``backward_dq_narrow.cu``: dq of very small head sizes, on CUDA cores."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class BackwardQNarrowConfig(narrow.NarrowBackwardConfig):
 
     @property
     def numbers(self) -> int:
-        """Of q, dout, lse and delta; sums of a block and of all."""
+        """For a query: q, dout, lse and delta; sums of dq over one block and over all blocks."""
         return int(3 * self.width + self.width_v + 2)
 
     @property
     def smem_bytes(self) -> int:
-        """A block of keys, values and biases."""
+        """A block of keys with value and bias of each."""
         return self.room(self.block_n, self.width + self.width_v + self.key_bias)
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """Its tile; the number of rows changes no bit of a row."""
+        """Its tile. How many queries a thread block owns changes no bit of a row."""
         return (cls.tiled(request),)

@@ -1,4 +1,4 @@
-"""``backward_dq_partners.cu``: dq of float64, two warps own the same rows."""
+"""``backward_dq_partners.cu``: dq of float64, with two warps for the same rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
 from cuflash._kernels.tables import Row
 
-#: block_m, block_n, num_warps, blocks_per_sm.
+#: A tile: block_m, block_n, num_warps, blocks_per_sm.
 ROWS = (
     Row("float64", 64, ((64, 64, 8, 1),), "D58"),
     Row("float64", 96, ((64, 32, 8, 1),), "D58"),
@@ -18,12 +18,12 @@ ROWS = (
 
 
 class BackwardQPartnersConfig(portable.PartnersConfig):
-    """``backward_dq_partners.cu``: each of two warps has half the columns of their rows."""
+    """``backward_dq_partners.cu``: two warps own the same rows, each with half of the columns."""
 
     kernel = "backward_dq_partners"
     computes = "dq"
     parts = SCORED | {"own": portable.Partners}
-    streams = range(32, 257, 32)  # a warp has half of them
+    streams = range(32, 257, 32)  # each warp computes half of the scores
 
     @property
     def smem_bytes(self) -> int:
@@ -38,6 +38,6 @@ class BackwardQPartnersConfig(portable.PartnersConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """The tile of its row where it fits."""
+        """The tile of its table row; nothing if it does not fit."""
         (values,) = portable.candidates(cls, ROWS, request, portable.fields(cls, request))
         return (cls(**values),) if portable.fits(cls.draft(values), request.smem_limit) else ()

@@ -1,4 +1,4 @@
-"""``backward_dq_sm80.cu``: the gradient of q that every architecture has."""
+"""``backward_dq_sm80.cu``: dq on every architecture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.tables import Row
 
-#: block_m, block_n, num_warps, blocks_per_sm.
+#: A tile: block_m, block_n, num_warps, blocks_per_sm.
 ROWS = (
     Row("half", 16, ((64, 64, 4, 4),)),
     Row("half", 32, ((128, 64, 4, 2),)),
@@ -57,7 +57,7 @@ class BackwardQConfig(KernelConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of q and dout, two stages of k and v, or one of their TF32 parts."""
+        """Tiles of q and dout, two stages of k and v, or one stage of both TF32 parts of them."""
         return sum(
             self.tile_bytes(self.block_m, columns) + 2 * self.tile_bytes(self.block_n, columns)
             for columns in (self.head_dim, self.head_dim_v)
@@ -65,7 +65,7 @@ class BackwardQConfig(KernelConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """The first tile of its row that fits; on CUDA cores where none does."""
+        """The first tile of its table row that fits; ``simt`` if none does."""
         own = portable.fields(cls, request)
         own["holds_bias"] = portable.holds_bias(request, own)
         own["split_columns"] = portable.gradient_parts(request, own["head_dim"])

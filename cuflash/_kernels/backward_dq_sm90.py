@@ -1,4 +1,4 @@
-"""``backward_dq_sm90.cu``: Hopper's gradient of q for 16 bits."""
+"""``backward_dq_sm90.cu``: dq of 16-bit elements on Hopper."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cuflash._kernels.score_config import needs_score_math, register_pressure
 from cuflash._kernels.tables import Row
 from cuflash._problem.problem import Problem
 
-#: The fastest of benchmarks/sweeps on an H100 SXM, but for (192, 128), which follows from shared
-#: memory. Three buffers of narrow blocks win over two of wide ones, and over scores ahead.
-#: Of each row block_m, block_n, num_stages, scores_ahead.
+#: The fastest tiles of benchmarks/sweeps on an H100 SXM, except (192, 128), which follows from
+#: shared memory. Three buffers of narrow blocks beat two of wide blocks, and beat scores ahead.
+#: A tile: block_m, block_n, num_stages, scores_ahead.
 ROWS = (
     Row("", (64, 64), (128, 128, 3, False), "D102"),
     Row("", (96, 96), (128, 80, 3, False), "D102"),
@@ -23,16 +23,16 @@ ROWS = (
     Row("", (192, 128), (128, 80, 2, False)),
     Row("", (192, 192), (128, 48, 3, False), "D102"),
     Row("", (256, 256), (128, 32, 3, False), "D102"),
-    # Of slopes and softcap the fastest; of 96 and 192 see docs/backward-sm90.md.
+    # The fastest for slopes and softcap; about 96 and 192 see docs/backward-sm90.md.
     Row("score math", (96, 96), (128, 96, 3, True)),
     Row("score math", (128, 128), (128, 80, 3, True), "D102"),
     Row("score math", (192, 192), (128, 64, 2, False)),
     Row("score math", (256, 256), (128, 48, 2, False), "D102"),
-    # Under a causal bound the scores ahead of the last block are multiplied in vain, and there are
-    # none where a score waits for every product.
+    # Under a causal bound the scores ahead of the last block are multiplied in vain. With a bias, a
+    # formula, a softcap or a mask a score waits for every product, and there are no scores ahead.
     Row("score math, none ahead", (128, 128), (128, 64, 3, False), "D26"),
-    # Several options take registers, dropout, a bias or a formula among them, and ids of segments
-    # most of all: blocks that spill nothing by NVRTC 12.9 and 13.5, not timed.
+    # Several options take registers, with dropout, a bias or a formula among them, and segment ids
+    # take the most: tiles without spills by NVRTC 12.9 and 13.5, not timed.
     Row("crowded", (64, 64), (128, 96, 3, False)),
     Row("crowded", (96, 96), (128, 64, 3, False)),
     Row("crowded", (128, 128), (128, 80, 3, False)),
@@ -45,7 +45,7 @@ ROWS = (
 
 
 class BackwardQSm90Config(wgmma.WarpgroupsConfig):
-    """``backward_dq_sm90.cu``: warpgroups of 64 query rows each, and one that loads."""
+    """``backward_dq_sm90.cu``: warpgroups that own 64 queries each, and one that loads."""
 
     kernel = "backward_dq_sm90"
     computes = "dq"
@@ -54,7 +54,7 @@ class BackwardQSm90Config(wgmma.WarpgroupsConfig):
 
     def check(self) -> None:
         super().check()
-        if self.scores_ahead and self.num_stages < 3:  # that kernel would wait for itself (D28)
+        if self.scores_ahead and self.num_stages < 3:  # the kernel would deadlock (D28)
             raise ValueError(
                 f"{self.num_stages=} must be at least 3 with scores ahead: the next block is "
                 "waited for before the last one's buffer is released"
@@ -87,6 +87,6 @@ class BackwardQSm90Config(wgmma.WarpgroupsConfig):
 
 
 def _reads_wide_bias(problem: Problem) -> bool:
-    """Is there a bias of float64 beside an option that takes registers, too?"""
+    """Is there a float64 bias beside another option that takes registers?"""
     bias = problem.bias
     return bias is not None and bias.dtype == np.float64 and register_pressure(problem) > 0

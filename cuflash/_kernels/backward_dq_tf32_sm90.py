@@ -1,4 +1,4 @@
-"""``backward_dq_tf32_sm90.cu``: Hopper's gradient of q for float32."""
+"""``backward_dq_tf32_sm90.cu``: dq of float32 on Hopper."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cuflash._kernels.request import Request
 
 
 class BackwardQTf32Sm90Config(tf32_sm90.Tf32Config):
-    """``backward_dq_tf32_sm90.cu``: warpgroups of 64 query rows, one that splits k and v."""
+    """``backward_dq_tf32_sm90.cu``: two warpgroups own 64 queries each, one splits k and v."""
 
     kernel = "backward_dq_tf32_sm90"
     computes = "dq"
@@ -18,7 +18,7 @@ class BackwardQTf32Sm90Config(tf32_sm90.Tf32Config):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of q and dout, rings of TF32 parts of k, v and k transposed, a KiB of barriers."""
+        """Tiles of q and dout; rings of k, v and k transposed in TF32 parts; a KiB of barriers."""
         kept = self.block_m * (self.head_dim + self.head_dim_v)
         streamed = 2 * self.head_dim + self.head_dim_v
         streamed *= self.num_stages * self.operand_parts * self.block_n

@@ -1,4 +1,4 @@
-"""``backward_dscore_sm80.cu``: gradients of bias, slopes and scale, sums of that of the scores."""
+"""``backward_dscore_sm80.cu``: sums of the scores' gradient, for bias, slopes and scale."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from cuflash._kernels.tables import Row
 from cuflash._problem.problem import HALVES
 
 GradOf = Literal["bias", "alibi_slopes", "scale"]
-#: A sum for each pair, for each key over its queries, or for each query over its keys.
+#: One sum for each pair, for each key (over its queries), or for each query (over its keys).
 SumsTo = Literal["pairs", "keys", "queries"]
 
-#: block_m, block_n, num_warps, blocks_per_sm.
+#: A tile: block_m, block_n, num_warps, blocks_per_sm.
 ROWS = (
     *(Row("half", d, ((64, 64, 4, 2), (64, 64, 4, 1))) for d in (16, 32, 64, 96, 128)),
     Row("half", 192, ((64, 32, 4, 2), (64, 32, 4, 1))),
     Row("half", 256, ((64, 32, 4, 2), (64, 32, 4, 1))),
     Row("float32", 16, ((64, 32, 4, 3),), "D161"),
-    Row("float32, general", 16, ((64, 32, 4, 2),)),  # of slopes, where sm_80 spills
+    Row("float32, general", 16, ((64, 32, 4, 2),)),  # for slopes, which else spill on sm_80
     Row("float32", 32, ((64, 16, 4, 2),)),
     *(Row("float32", d, ((64, 16, 4, 2), (64, 16, 4, 1))) for d in (64, 96, 128)),
     Row("float32", 192, ((64, 16, 4, 1), (32, 16, 2, 1))),
@@ -36,15 +36,15 @@ ROWS = (
 )
 
 
-WIDEST_AHEAD = 64  # head size of 16 bits with room for the operands of a second entry (D204)
+WIDEST_AHEAD = 64  # largest head size of 16 bits with room for a second entry's operands (D204)
 
 
 class Own(NamedTuple):
-    grad_of: GradOf
+    grad_of: GradOf  # the input whose gradient the sums are for
     sums_to: SumsTo
-    sums_dtype: Floats = "none"  # in which they are stored; none: that of lse
-    holds_bias: bool = False  # does each lane keep the bias of its pairs, for all entries?
-    num_stages: int = 1  # buffers of operands: with two, those of the next entry are under way
+    sums_dtype: Floats = "none"  # dtype in which sums are stored; "none": the dtype of lse
+    holds_bias: bool = False  # does each lane keep the bias of its pairs for all batch entries?
+    num_stages: int = 1  # buffers of operands; with 2 the next entry's operands are loaded ahead
 
 
 class BackwardScoreConfig(KernelConfig):
@@ -55,7 +55,7 @@ class BackwardScoreConfig(KernelConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of q, dout and parts of k and v; a sum of each column for each warp."""
+        """Tiles of q, dout, and k and v in TF32 parts; for each warp a sum of each column."""
         tiles = sum(
             self.tile_bytes(self.block_m, columns)
             + self.operand_parts * self.tile_bytes(self.block_n, columns)
@@ -72,7 +72,7 @@ class BackwardScoreConfig(KernelConfig):
     def of(
         cls, request: Request, grad_of: GradOf, sums_to: SumsTo, sums_dtype: Floats = "none"
     ) -> Self:
-        """The first tile of its row that fits; on CUDA cores where none does."""
+        """The first tile of its table row that fits; ``simt`` if none does."""
         own = portable.fields(cls, request) | {
             "grad_of": grad_of, "sums_to": sums_to, "sums_dtype": sums_dtype,
         }  # fmt: skip
@@ -80,7 +80,7 @@ class BackwardScoreConfig(KernelConfig):
         by_entries = sums_to == "pairs" and problem.cu_seqlens_q is None and not request.simt
         if by_entries and problem.dtype in HALVES:
             narrow = max(own["head_dim"], own["head_dim_v"]) <= WIDEST_AHEAD
-            own["holds_bias"] = narrow and portable.can_hold_bias(problem)  # 128 columns do not
+            own["holds_bias"] = narrow and portable.can_hold_bias(problem)  # not at 128 columns
             own["num_stages"] = 2 if narrow and problem.segment_ids_q is None else 1
         elif by_entries and portable.holds_bias(request, own):
             own |= {"holds_bias": True, "num_stages": 2}

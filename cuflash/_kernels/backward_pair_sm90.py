@@ -1,4 +1,4 @@
-"""``backward_pair_sm90.cu``: all gradients in one pass, by pairs of thread blocks."""
+"""``backward_pair_sm90.cu``: dq, dk and dv in one pass, by clusters of two thread blocks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class BackwardPairConfig(fused_backward.AllGradientsConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of every kernel that owns keys, half of the partner's keys, ds of both.
+        """``key_owner_bytes``, half of the partner's keys, ds of both thread blocks.
 
-        And half of the columns of a block of dq, in float32, where there is room.
+        Below head size 256 also half of the columns of a block of dq in float32.
         """
         shared = wgmma.panel_bytes(self, self.block_n, self.head_dim // 2, 64, 64)
         staged = 2 * int(self.block_m * self.head_dim) if self.head_dim < 256 else 0

@@ -1,4 +1,4 @@
-"""``backward_sm90.cu``: all gradients in one pass, dq as sums that tiles of keys add to."""
+"""``backward_sm90.cu``: dq, dk and dv in one pass. Tiles of keys add to float32 sums of dq."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BackwardOnePassConfig(fused_backward.AllGradientsConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of every kernel that owns keys, two of ds, one of dq, rows of a mask or a bias."""
+        """``key_owner_bytes``, two tiles of ds, one tile of dq, rows of a mask or a bias."""
         ds = 2 * wgmma.panel_bytes(self, self.block_n, self.block_m)
         rows = 32 * int(self.block_n) * (int(self.mask_stages) + 2 * int(self.bias_stages))
         staged = 4 * int(self.block_m * self.head_dim) + rows

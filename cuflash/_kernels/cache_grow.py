@@ -1,4 +1,4 @@
-"""``cache_grow.cu``: how long the sequences of a cache become, and which pages they take."""
+"""``cache_grow.cu``: new lengths of the sequences of a KV cache, and the pages that they take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FEWEST_WORDS = 1024
 
 
 class Own(NamedTuple):
-    page_words: int  # of bits for pages, in shared memory
+    page_words: int  # words of 32 bits in shared memory, one bit for each page
     num_warps: int = 32
 
 
@@ -23,7 +23,7 @@ class CacheGrowConfig(KernelConfig):
 
     @classmethod
     def of(cls, pages: int) -> Self:
-        """The kernel for a cache of so many pages, or of more up to a power of two."""
+        """The kernel for a cache of ``pages`` pages, and of more up to a power of two."""
         words = -(-pages // _PAGES_OF_A_WORD)
         return cls(page_words=max(_FEWEST_WORDS, 1 << (words - 1).bit_length()))
 

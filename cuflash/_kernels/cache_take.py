@@ -1,4 +1,4 @@
-"""``cache_take.cu``: sequences of a cache become what others were."""
+"""``cache_take.cu``: sequences of a KV cache take over the pages of parent sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``cache_write.cu``: new keys and values of a cache, into pages."""
+"""``cache_write.cu``: writes new keys and values of a KV cache into pages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TOKENS = 16
 
 class Own(NamedTuple):
     dtype: Dtype
-    rotation: Rotation  # of keys
-    num_warps: int = 4  # each has a row
+    rotation: Rotation  # how keys are rotated
+    num_warps: int = 4  # each warp writes one row at a time
 
 
 class CacheWriteConfig(KernelConfig):

@@ -1,9 +1,9 @@
 """What changes the machine code of a kernel? A configuration, composed of named parts.
 
 Every field of a part becomes a member of ``Config`` in ``kernels_cu/config.cuh``, which lists all
-with their defaults. Shapes, strides, lengths, scale and window bounds are run-time parameters and
-not here: a new shape never recompiles. One module beside this one holds each kernel, named as its
-``.cu``.
+fields with their defaults. Shapes, strides, lengths, scale and window bounds are run-time
+parameters and no fields: a new shape compiles nothing unless another tile or padded head size
+serves it. Each kernel has a module beside this one with the name of its ``.cu`` file.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Self
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import ScoreConfig
 
-#: Of q, k and v, or of results.
+#: Element type of an operand or a result.
 Dtype = Literal["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"]
-#: Of products of float32.
+#: Precision of float32 products: full, or that of a single TF32 product.
 Precision = Literal["ieee", "tf32"]
 
-#: What a padded tile width may be.
+#: Padded head sizes: columns of a tile of q, k or v.
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
-#: The same with what only kernels of Hopper have tiles for.
+#: Padded head sizes, with the one that only Hopper's kernels have tiles for.
 ALL_HEAD_DIMS = (*HEAD_DIMS[:3], 80, *HEAD_DIMS[3:])
-#: Shared memory that the system keeps for itself in every thread block.
+#: Bytes of shared memory that CUDA reserves in every thread block.
 RESERVED_SMEM = 1024
 ELEMENT_BYTES = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
 }  # fmt: skip
-#: Enumerations of config.cuh, by the field that has one; any other text is a ``Dtype``.
+#: Enumerations of config.cuh by field. The text of any other field names a ``Dtype``.
 _ENUMS = {
     "precision": "Precision", "offset": "Offset", "sums_to": "SumsTo", "grad_of": "GradOf",
     "rotation": "Rotation",
 }  # fmt: skip
-#: PTX's names of dtypes, for texts of instructions.
+#: PTX names of dtypes, as they appear in instructions.
 _PTX_DTYPES = {
     "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float16": "f16", "bfloat16": "bf16",
     "float32": "f32", "float64": "f64",
@@ -42,12 +42,12 @@ _PTX_DTYPES = {
 
 
 class Operands(NamedTuple):
-    """How a kernel reads q, k, v, out or their gradients."""
+    """How a kernel reads and writes q, k, v, out and gradients."""
 
-    dtype: Dtype
-    out_dtype: Dtype
-    copy_bytes: int  # widest copy that strides and alignment of every operand allow
-    head_dim_v: int
+    dtype: Dtype  # of q, k, v and dout
+    out_dtype: Dtype  # of out, or of the gradients that the kernel writes
+    copy_bytes: int  # bytes of the widest copy that all strides and alignments allow: 2 to 16
+    head_dim_v: int  # padded head size of v and out
 
     def check(self) -> None:
         if self.copy_bytes not in (2, 4, 8, 16):
@@ -61,10 +61,10 @@ class Operands(NamedTuple):
 class Products(NamedTuple):
     """How a kernel multiplies q with k, and weights with v."""
 
-    head_dim: int
+    head_dim: int  # padded head size of q and k
     precision: Precision
-    wide_float64: bool  # are there products of float64 of 16 rows, as from sm_90 on?
-    simt: bool = False  # do CUDA cores multiply, operands where they lie?
+    wide_float64: bool  # are elements float64, and products 16 rows high (sm_90 and later)?
+    simt: bool = False  # do CUDA cores multiply, with operands read from global memory?
 
     def check(self) -> None:
         if self.head_dim not in ALL_HEAD_DIMS:
@@ -72,13 +72,13 @@ class Products(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows and columns of scores that a thread block computes at a time."""
+    """The tile of scores that a thread block computes at a time, and its share of an SM."""
 
-    block_m: int
-    block_n: int
-    num_warps: int
-    blocks_per_sm: int
-    split_columns: int = 1  # thread blocks that share a tile, each with its own columns
+    block_m: int  # queries of a tile
+    block_n: int  # keys of a tile
+    num_warps: int  # warps of a thread block
+    blocks_per_sm: int  # thread blocks that are to share an SM: the compiler limits registers
+    split_columns: int = 1  # thread blocks that share a tile, each with its own result columns
 
     def check(self) -> None:
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n)):
@@ -90,7 +90,7 @@ class Tile(NamedTuple):
                 raise ValueError(f"{name} = {value} must be positive")
 
 
-#: Parts of every kernel that computes scores.
+#: Parts of the configuration of every kernel that computes scores.
 SCORED: dict[str, Any] = {
     "operands": Operands,
     "products": Products,
@@ -100,43 +100,44 @@ SCORED: dict[str, Any] = {
 
 
 class KernelConfig:
-    """One kernel with values for all fields; a subclass is a kernel, and says what it is.
+    """The configuration of a kernel. Each kernel is a subclass; an instance has all field values.
 
-    Fields are given by name and read from the configuration itself, whichever part has them. No
-    code is generated for a class, as dataclasses do. (D71)
+    Fields are passed by name and read as attributes, whichever part has them. No code is
+    generated for a class, unlike a dataclass. (D71)
     """
 
-    kernel: ClassVar[str]  # name of its source without the suffix
-    params: ClassVar[str]  # CUDA name of its parameter struct
-    #: "out", "dq", "dkv" or "dqkv"; or a step on the way: "bounds", "delta", "convert", "sums"; or
-    #: what functions beside attention do: "growth", "rows", "table", "turns".
+    kernel: ClassVar[str]  # name of the .cu file without its suffix
+    params: ClassVar[str]  # CUDA name of the parameter struct
+    #: A result of attention: "out", "dq", "dkv" (dk and dv), "dqkv" (all three). A step before or
+    #: after it: "bounds", "delta", "sums", "convert", "combine" (of out), "parts" (of dk and dv).
+    #: Beside attention: "growth", "rows" and "table" of a KV cache, "turns", "quantize".
     computes: ClassVar[str]
-    parts: ClassVar[Mapping[str, Any]]  # the classes of its parts, by name
-    tunables: ClassVar[tuple[str, ...]] = ()  # fields that a sweep chooses, in order of its keys
-    for_sm90: ClassVar[bool] = False  # does it run on Hopper alone?
-    float8: ClassVar[bool] = False  # does it take elements of 8 bits, and no others?
-    tensor_maps: ClassVar[bool] = False  # does Hopper's copy engine load operands by them?
-    owned: ClassVar[str] = "block_m"  # the side that a thread block computes results for
-    splits_keys: ClassVar[bool] = False  # can it deal the keys of a tile out to several blocks?
-    of_few_rows: ClassVar[bool] = False  # does it serve split keys of few queries?
-    joins_results: ClassVar[bool] = False  # can its results join those over other keys?
-    reads_pages: ClassVar[bool] = False  # can keys and values lie in pages?
-    cluster_blocks: ClassVar[int] = 1  # thread blocks that share a tile
-    row_warps: ClassVar[int] = 1  # warps that own the same rows; 0: rows are not divided by warps
-    row_numbers: ClassVar[int] = 0  # a thread keeps so many of a row at least; 0: warps own rows
-    other_warps: ClassVar[int] = 0  # own no rows, where the tile decides how many warps there are
-    #: Rows of the other side that a thread block may have: a lane has 32 bits for its columns of a
-    #: row, ``ColumnBits`` of score/score.cuh.
+    parts: ClassVar[Mapping[str, Any]]  # NamedTuple classes that declare the fields, by name
+    tunables: ClassVar[tuple[str, ...]] = ()  # fields that a table row sets and a sweep varies
+    for_sm90: ClassVar[bool] = False  # does it run only on Hopper?
+    float8: ClassVar[bool] = False  # does it take 8-bit operands, and no others?
+    tensor_maps: ClassVar[bool] = False  # does TMA load its operands, described by tensor maps?
+    owned: ClassVar[str] = "block_m"  # tile side of the results; the other side is streamed
+    splits_keys: ClassVar[bool] = False  # can several thread blocks share a tile's keys (split-KV)?
+    of_few_rows: ClassVar[bool] = False  # does it support split keys where queries are few?
+    joins_results: ClassVar[bool] = False  # can it merge its result with one over other keys?
+    reads_pages: ClassVar[bool] = False  # can it read keys and values in pages?
+    cluster_blocks: ClassVar[int] = 1  # thread blocks of a cluster that shares a tile
+    row_warps: ClassVar[int] = 1  # warps that own the same rows; 0: warps own no rows
+    row_numbers: ClassVar[int] = 0  # fewest numbers that a thread keeps of a row; 0: warps own rows
+    other_warps: ClassVar[int] = 0  # warps that own no rows, where the tile decides num_warps
+    #: Allowed rows of the streamed side of a tile: a lane has 32 bits for its columns of a row,
+    #: ``ColumnBits`` of score/ranges.cuh.
     streams: ClassVar[Sequence[int]] = range(16, 129, 16)
-    narrowest: ClassVar[int] = HEAD_DIMS[0]  # padded head size
-    most_of_simt: ClassVar[int] = 512  # rows of simt/global_tile.cuh
+    narrowest: ClassVar[int] = HEAD_DIMS[0]  # least padded head size
+    most_of_simt: ClassVar[int] = 512  # most owned rows with ``simt``: simt/global_tile.cuh
 
-    _names: ClassVar[tuple[str, ...]]  # of all fields
-    _defaults: ClassVar[dict[str, Any]]
-    _values: dict[str, Any]
+    _names: ClassVar[tuple[str, ...]]  # names of all fields
+    _defaults: ClassVar[dict[str, Any]]  # by field, where there is a default
+    _values: dict[str, Any]  # by field
 
     def __init_subclass__(cls) -> None:
-        named = getattr(cls, "parts", {})  # what kernels share may have none
+        named = getattr(cls, "parts", {})  # a base class of several kernels may have none
         parts = named.values()
         cls._names = tuple(name for part in parts for name in part._fields)
         cls._defaults = {n: value for part in parts for n, value in part._field_defaults.items()}
@@ -158,45 +159,45 @@ class KernelConfig:
         if not 1 <= self.num_warps <= 32:
             raise ValueError(f"{self.num_warps=} must be from 1 to 32")
         for part in parts.values():
-            if check := getattr(part, "check", None):  # some have no rules of their own
+            if check := getattr(part, "check", None):
                 check()
         if "tile" in parts:
             self._check_rows()
         self.check()
 
     def check(self) -> None:
-        """Raise a ValueError for values that fit no kernel of this kind."""
+        """Raise a ValueError for values that this kernel does not support."""
 
     @classmethod
     def eligible(cls, request: Request) -> str:  # noqa: ARG003
-        """Why the kernel does not serve a request; empty where it does, by default any."""
+        """Why the kernel cannot serve a request; empty where it can."""
         return ""
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """Its passes for a request that it serves, each with its tile; none where no tile fits."""
+        """One configuration for each pass of a request that it serves; none if no tile fits."""
         raise NotImplementedError
 
     @classmethod
     def draft(cls, values: dict[str, Any]) -> Self:
-        """The configuration without its parts and checks, to ask for its shared memory."""
+        """A configuration without parts and checks, from which to read ``smem_bytes``."""
         found = cls.__new__(cls)
         vars(found).update(_values=cls._defaults | values)
         return found
 
     @classmethod
     def warps_for(cls, rows: int) -> int:
-        """Warps of a tile whose thread blocks own so many rows each, 16 to a warp."""
+        """Warps of a thread block, if it owns ``rows`` rows: one for 16 rows of its cluster."""
         return cls.cluster_blocks * rows // 16 + cls.other_warps
 
     @property
     def source(self) -> str:
-        """Its file in ``kernels_cu``."""
+        """Name of the ``.cu`` file in ``kernels_cu``."""
         return f"{self.kernel}.cu"
 
     @property
     def entry(self) -> str:
-        """Name of its function on the device."""
+        """Name of the function that the host launches."""
         return f"cuflash_{self.kernel}"
 
     @property
@@ -206,12 +207,12 @@ class KernelConfig:
 
     @property
     def real_bytes(self) -> int:
-        """Bytes of a score, a statistic or a sum: as wide as an element, or float32."""
+        """Bytes of a score, a statistic or a sum: float32, or float64 for float64 elements."""
         return max(4, ELEMENT_BYTES[self._values.get("dtype", "float32")])
 
     @property
     def num_threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a thread block."""
         return 32 * int(self.num_warps)
 
     @property
@@ -221,32 +222,32 @@ class KernelConfig:
 
     @property
     def own_rows(self) -> int:
-        """Rows of a tile's results."""
+        """Rows of a tile's result, those of all thread blocks of a cluster together."""
         return self.cluster_blocks * int(getattr(self, self.owned))
 
     @property
     def leaves_parts(self) -> bool:
-        """Are its results those of parts of the keys, which another kernel combines?"""
+        """Does it write a result for each part of the keys, which another kernel combines?"""
         return bool(self._values.get("split_keys") and not self._values.get("clusters"))
 
     @property
     def result_columns(self) -> int:
-        """Columns of the result, which thread blocks may share; dk and dv are split alike."""
+        """Columns of the result, which ``split_columns`` divides; dk and dv are split alike."""
         of_v = self.computes == "out" or (self.computes == "dkv" and not self.grad_k)
         return int(self.head_dim_v if of_v else self.head_dim)
 
     @property
     def operand_parts(self) -> int:
-        """TF32 numbers that add up to an element where tensor cores multiply it: 3xTF32."""
+        """TF32 numbers that represent an element: 2 where tensor cores multiply by 3xTF32."""
         splits = (self.dtype, self.precision, self.simt) == ("float32", "ieee", False)
         return 2 if splits else 1
 
     def tile_bytes(self, rows: int, columns: int) -> int:
-        """Shared memory of one operand; CUDA cores read it where it lies."""
+        """Bytes of shared memory of one operand tile; with ``simt`` only its description."""
         return 128 if self.simt else self.element_bytes * rows * columns
 
     def texts(self) -> tuple[tuple[str, str], ...]:
-        """Files of ``kernels_cu`` with another text in this kernel: fields, and formulas."""
+        """(name, text) of the files of ``kernels_cu`` that this configuration replaces."""
         named = self._values | {"smem_bytes": self.smem_bytes}
         formulas = named.pop("formulas", ())
         return (fields_text(named), *formulas)
@@ -302,12 +303,12 @@ class KernelConfig:
         self.__init__(**new)  # type: ignore[misc]
 
 
-#: Fields by the names that older pickles have.
+#: Names of fields in older pickles, and their names now.
 _RENAMED = {"cuda_cores": "simt", "column_parts": "split_columns", "ordered": "deterministic"}
 
 
 def fields_text(values: Mapping[str, str | int | bool]) -> tuple[str, str]:
-    """``kernels_cu/config.fields`` for these values: its name and its text."""
+    """Name and text of ``kernels_cu/config.fields`` for these values."""
     members = "".join(_member(name, value) for name, value in values.items())
     ptx_dtype = _PTX_DTYPES[str(values.get("dtype", "bfloat16"))]
     return "config.fields", f'{members}#define CUFLASH_PTX_DTYPE "{ptx_dtype}"\n'
@@ -322,7 +323,7 @@ def _member(name: str, value: str | int | bool) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """A kernel by its class: pickles of older versions look for all of them here."""
+    """A kernel's class by its name: pickles of older versions look for all of them here."""
     if name.endswith("Config"):
         from cuflash._kernels.registry import KERNELS
 

@@ -1,4 +1,4 @@
-"""``forward_combine.cu``: results of parts of the keys become one."""
+"""``forward_combine.cu``: combines the results of the parts of split keys."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from cuflash._kernels.config import KernelConfig, Operands
 
 
 class Own(NamedTuple):
-    num_warps: int = 8  # that share the parts of a row
-    overlaps: bool = False  # is it launched while the parts are computed, and waits for them?
+    num_warps: int = 8  # warps of a thread block, which share the parts of a row
+    overlaps: bool = False  # does it start while parts are being computed, and wait for them?
 
 
 class CombineConfig(KernelConfig):
-    """``forward_combine.cu``; ``out_dtype`` is what the caller's out has."""
+    """``forward_combine.cu``: ``out_dtype`` is the dtype of the caller's out."""
 
     kernel = "forward_combine"
     params = "CombineParams"
@@ -22,7 +22,7 @@ class CombineConfig(KernelConfig):
 
     @classmethod
     def after(cls, config: KernelConfig, out_dtype: str) -> Self:
-        """The kernel for the parts that a forward leaves."""
+        """The kernel that combines the parts of a forward."""
         values = config.values()
         own = {name: values[name] for name in (*Operands._fields, "overlaps")}
         return cls(**own | {"out_dtype": out_dtype, "copy_bytes": max(4, config.element_bytes)})

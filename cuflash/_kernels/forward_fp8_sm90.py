@@ -1,4 +1,4 @@
-"""``forward_fp8_sm90.cu``: Hopper's forward for float8_e4m3fn."""
+"""``forward_fp8_sm90.cu``: the forward of float8_e4m3fn elements on Hopper."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cuflash._kernels.score_config import Floats, dtype_of, needs_score_math, sc
 from cuflash._kernels.tables import Row
 from cuflash._problem.problem import HALVES
 
-#: Of each row block_m, block_n, num_stages, overlap_quarters.
+#: A tile: block_m, block_n, num_stages, overlap_quarters.
 ROWS = (
     Row("", (64, 64), (192, 128, 4, 4), "D171"),
     Row("", (128, 128), (128, 128, 3, 4), "D171"),
@@ -23,13 +23,14 @@ _KIB = 1024
 
 class Own(NamedTuple):
     sink: Floats
-    num_stages: int  # buffers of k, of v and of its rows
-    overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
-    num_q_stages: int = 1
+    num_stages: int  # buffers of k, of v in columns, and of v in rows
+    #: Quarters of a block's exponentials that run before p v of the previous block must be done.
+    overlap_quarters: int
+    num_q_stages: int = 1  # buffers of q
 
 
 class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
-    """``forward_fp8_sm90.cu``: warpgroups of 64 query rows each, and one that loads and turns v."""
+    """``forward_fp8_sm90.cu``: warpgroups own 64 queries each, one loads and transposes v."""
 
     kernel = "forward_fp8_sm90"
     params = "ForwardSm90Params"
@@ -40,7 +41,7 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of q, k, and v in rows and in columns, in panels of 128 bytes; barriers."""
+        """Tiles of q, k, v in rows and v in columns, in panels of 128 bytes; barriers."""
         rows = self.num_stages * self.block_n
         tiles = wgmma.panel_bytes(self, self.block_m, self.head_dim)
         tiles += wgmma.panel_bytes(self, rows, self.head_dim, self.head_dim_v)

@@ -1,7 +1,7 @@
 """``forward_narrow.cu``: the forward of very small head sizes, on CUDA cores.
 
-Tiles of points in space, three columns of float32 with no values, are the fastest of
-benchmarks/sweeps; tiles of more columns, and of float64, are what registers hold.
+For points in space (three float32 columns, no values) the tiles are the fastest of
+benchmarks/sweeps. For more columns and for float64 they are what registers hold.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import Floats, dtype_of, needs_score_math
 from cuflash._problem.problem import Problem
 
-#: By how much a tile of 256 rows is faster, H100 SXM, 2026-11-24: D62.
+#: Speed of tiles of 256 rows over tiles of 128, H100 SXM, 2026-11-24: D62.
 _GAIN = 1.05
 
 
 class Own(NamedTuple):
     sink: Floats
     num_stages: int = 2
-    split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
-    overlaps: bool = False  # does the kernel that combines them start meanwhile?
+    split_keys: bool = False  # do several thread blocks share the keys of a tile (split-KV)?
+    overlaps: bool = False  # does forward_combine.cu start before this kernel ends?
 
 
 class ForwardNarrowConfig(narrow.NarrowConfig):
-    """``forward_narrow.cu``: a thread owns rows."""
+    """``forward_narrow.cu``: a thread owns one or more queries."""
 
     kernel = "forward_narrow"
     params = "ForwardParams"
@@ -39,12 +39,12 @@ class ForwardNarrowConfig(narrow.NarrowConfig):
 
     @property
     def numbers(self) -> int:
-        """Of q; maxima and sums, in a block and of all; a run of scores."""
+        """For a query: q; maxima and sums over one block and over all blocks; a run of scores."""
         return int(self.width + 2 * (2 + self.width_v) + 8)
 
     @property
     def smem_bytes(self) -> int:
-        """A block of keys, values and biases, by four numbers."""
+        """A block of keys with value and bias of each."""
         return self.room(self.block_n, self.width + self.width_v + self.key_bias)
 
     @classmethod
@@ -53,7 +53,7 @@ class ForwardNarrowConfig(narrow.NarrowConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """Its tile; the number of rows changes no bit of a row."""
+        """Its tile. How many queries a thread block owns changes no bit of a row."""
         problem = request.problem
         own = narrow.fields(cls, request) | _tile(request)._asdict()
         if split_keys.wanted(request):
@@ -66,7 +66,7 @@ class ForwardNarrowConfig(narrow.NarrowConfig):
 
 
 def _tile(request: Request) -> Tile:
-    """As many rows as registers allow and each SM has its share of."""
+    """The tile with as many rows as registers allow while every SM gets its share of rows."""
     problem = request.problem
     rows, blocks_per_sm = _rows(problem)
     if blocks := _blocks_of_eight_warps(problem):
@@ -79,9 +79,9 @@ def _tile(request: Request) -> Tile:
 
 
 def _blocks_of_eight_warps(problem: Problem) -> int:
-    """How many share an SM, each thread with one row; 0 where rows keep too much.
+    """How many blocks of eight warps, one row to a thread, share an SM.
 
-    More rows to a thread are faster then.
+    0 where a row keeps too many numbers: then several rows to a thread are faster.
     """
     if problem.dtype == np.float64 or problem.head_dim + 2 * problem.head_dim_v > 4:
         return 0
@@ -93,9 +93,9 @@ def _blocks_of_eight_warps(problem: Problem) -> int:
 
 
 def _rows(problem: Problem) -> tuple[int, int]:
-    """Rows of a thread and blocks of four warps on an SM, as registers allow. (D63)"""
+    """Rows of a thread and thread blocks of four warps on an SM, as registers allow. (D63)"""
     shares_bias = narrow.shares_bias(problem)
-    numbers = problem.head_dim + 2 * problem.head_dim_v + shares_bias  # that a row keeps
+    numbers = problem.head_dim + 2 * problem.head_dim_v + shares_bias  # kept for a row
     if problem.dtype == np.float64:
         return (2 if numbers <= 16 else 1), 2
     if needs_score_math(problem) and not shares_bias:

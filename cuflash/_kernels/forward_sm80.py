@@ -1,4 +1,4 @@
-"""``forward_sm80.cu``: the forward that every architecture has."""
+"""``forward_sm80.cu``: the forward on every architecture."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import dtype_of, needs_score_math
 from cuflash._kernels.tables import Row
 
-_PLACES_BYTES = 16  # of the rows of a key and its value in pages
-_ADDRESS_BYTES = 8  # of their table, or a barrier
-_ALIGNMENT = 128  # of what lies in shared memory
-#: block_m, block_n, num_warps, blocks_per_sm, num_stages. Of float32 one stage of k and v: two
-#: would leave no room for the low parts of 3xTF32. The one stage of float64 with options was
-#: measured at 8192 keys alone.
+_PLACES_BYTES = 16  # offsets of the k row and the v row of a key in pages
+_ADDRESS_BYTES = 8  # an address of the page table, or an mbarrier
+_ALIGNMENT = 128  # alignment in bytes of structs in shared memory
+#: A tile: block_m, block_n, num_warps, blocks_per_sm, num_stages. float32 has one stage of k and v:
+#: two would leave no room for the low parts of 3xTF32. The one stage of float64 with options was
+#: measured only at 8192 keys.
 ROWS = (
     Row("half", 16, ((128, 64, 4, 3, 2),)),
     Row("half", 32, ((128, 128, 4, 2, 2),)),
@@ -29,7 +29,7 @@ ROWS = (
     Row("half, general", 64, ((64, 96, 4, 2, 2),)),
     Row("half, general", 96, ((64, 64, 4, 2, 2), (64, 32, 4, 2, 2))),
     Row("half, general", 128, ((64, 64, 4, 2, 2), (64, 32, 4, 2, 2))),
-    # Blocks that share an SM hide each other's loads.
+    # Thread blocks that share an SM hide each other's loads.
     *(Row("half, short", d, ((64, 64, 4, n, 1),), "D15") for d, n in ((16, 5), (32, 4), (64, 5))),
     Row("half, short, 32 rows", 32, ((32, 64, 2, 6, 1),), "D15"),
     Row("half, short, 32 rows", 64, ((32, 64, 2, 5, 2),), "D15"),
@@ -97,7 +97,7 @@ class ForwardConfig(KernelConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """The q tile, one or two stages of k and v; where rows in pages lie; what is received."""
+        """The q tile, one or two stages of k and v; offsets of paged rows; a cluster's rows."""
         own_columns = self.head_dim_v // self.split_columns
         streamed = self.tile_bytes(self.block_n, self.head_dim)
         streamed += self.tile_bytes(self.block_n, own_columns)
@@ -112,7 +112,7 @@ class ForwardConfig(KernelConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """The first tile of its row that fits; on CUDA cores where none does."""
+        """The first tile of its table row that fits; ``simt`` if none does."""
         own = portable.fields(cls, request) | {"sink": dtype_of(request.problem.sink)}
         own["paged"] = request.problem.pages is not None
         general = needs_score_math(request.problem) or not own["scale_in_exponent"]

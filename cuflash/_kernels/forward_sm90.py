@@ -1,4 +1,4 @@
-"""``forward_sm90.cu``: Hopper's forward for 16 bits."""
+"""``forward_sm90.cu``: the forward of 16-bit elements on Hopper."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from cuflash._kernels.score_config import (
 )
 from cuflash._kernels.tables import Row
 
-#: Measured on an H100 SXM: docs/forward-sm90.md, and benchmarks/sweeps since.
-#: Of each row block_m, block_n, num_stages, num_q_stages, overlap_quarters.
+#: Measured on an H100 SXM: docs/forward-sm90.md, and later benchmarks/sweeps.
+#: A tile: block_m, block_n, num_stages, num_q_stages, overlap_quarters.
 ROWS = (
     Row("", (64, 64), (192, 128, 4, 2, 0), "D100"),
     Row("", (80, 80), (128, 128, 2, 2, 4)),
@@ -29,18 +29,18 @@ ROWS = (
     Row("", (192, 128), (128, 128, 2, 1, 2)),
     Row("", (192, 192), (128, 112, 2, 1, 2)),
     Row("", (256, 256), (128, 80, 2, 1, 2)),
-    # Lengths from arrays are bounds to hold in registers: the widest tile leaves none for them.
+    # Lengths from arrays are bounds in registers: the widest tile leaves none for them.
     Row("lengths", (256, 256), (128, 64, 2, 1, 2)),
-    # A narrow window is over after a few blocks: narrow blocks waste less at its ends, and three
-    # warpgroups hide more of where a tile ends and the next begins.
+    # A narrow window has few blocks: narrow blocks waste less at its ends, and three warpgroups
+    # hide more of a tile's epilogue and the next tile's prologue.
     Row("narrow window", (128, 128), (192, 64, 4, 2, 1), "D16"),
-    # Where 192 rows leave some SMs much more to do than others, smaller tiles are done sooner; a
-    # score that is multiplied by its scale before the exponential takes registers as well.
+    # Where tiles of 192 rows give some SMs much more work than others, smaller tiles end sooner. A
+    # score that is multiplied by its scale before the exponential also takes registers.
     Row("few rows", (64, 64), (128, 128, 4, 2, 1), "D15"),
     Row("narrow window, few tiles", (128, 128), (128, 64, 5, 2, 1), "D16"),
     Row("short sequences", (128, 128), (192, 64, 4, 2, 1), "D16"),
-    # Score math: look-ups branch, which nothing may do while products are in flight, and all of
-    # these options take registers.
+    # Score math: look-ups branch, but nothing may branch while products are in flight. All of these
+    # options also take registers.
     Row("score math", (64, 64), (128, 128, 4, 2, 0)),
     Row("score math", (80, 80), (128, 128, 2, 2, 0)),
     Row("score math", (96, 96), (128, 128, 2, 2, 0)),
@@ -48,7 +48,7 @@ ROWS = (
     Row("score math", (192, 128), (128, 128, 2, 1, 0)),
     Row("score math", (192, 192), (128, 96, 2, 1, 0)),
     Row("score math", (256, 256), (128, 64, 2, 1, 0)),
-    # A softcap alone leaves registers for more; where there are many rows for 192 of them.
+    # A softcap or slopes alone leave registers for more; with many rows, for tiles of 192 rows.
     Row("softcap alone", (96, 96), (128, 128, 2, 2, 4), "D131"),
     Row("softcap alone", (128, 128), (128, 128, 2, 2, 4), "D102"),
     Row("softcap alone", (192, 192), (128, 96, 2, 1, 2), "D131"),
@@ -58,13 +58,13 @@ ROWS = (
     Row("slopes alone, many rows", (64, 64), (192, 128, 4, 2, 0), "D133"),
     # Lengths, bounds and drawn bits leave no registers for 96 keys (NVRTC 13.5).
     Row("dropout", (192, 192), (128, 64, 2, 1, 0)),
-    # Where packed sequences begin takes registers.
+    # The starts of packed sequences take registers.
     Row("score math, packed", (256, 256), (128, 48, 2, 1, 0)),
     Row("score math, left bound", (192, 128), (128, 112, 2, 1, 0)),
     Row("score math, left bound", (192, 192), (128, 64, 2, 1, 0)),
     Row("score math, left bound", (256, 256), (128, 48, 2, 1, 0)),
-    # Each value of a bias waits in a register for the product that it is added to: the widest
-    # blocks that spill nothing by NVRTC 12.9 and 13.5.
+    # Each value of a bias waits in a register for its product. These are the widest blocks without
+    # spills by NVRTC 12.9 and 13.5.
     Row("bias", (64, 64), (128, 96, 4, 2, 0)),
     Row("bias", (80, 80), (128, 96, 2, 2, 0)),
     Row("bias", (96, 96), (128, 96, 2, 2, 0)),
@@ -72,8 +72,8 @@ ROWS = (
     Row("bias", (192, 128), (128, 96, 2, 1, 0)),
     Row("bias", (192, 192), (128, 64, 2, 1, 0)),
     Row("bias", (256, 256), (128, 48, 2, 1, 0)),
-    # A bias, or a mask alone, that comes through shared memory: registers are left, and a full
-    # block keeps its reference. Buffers of a bias take the room of a second q at 128 columns.
+    # A bias, or a mask alone, that is copied to shared memory: registers are left, and a full block
+    # keeps its reference. Above 64 columns, buffers of a bias take the room of a second tile of q.
     Row("bias tiles", (64, 64), (128, 128, 4, 2, 1)),
     Row("bias tiles", (80, 80), (128, 128, 2, 1, 4)),
     Row("bias tiles", (96, 96), (128, 128, 2, 1, 4)),
@@ -82,40 +82,40 @@ ROWS = (
     Row("mask tiles", (80, 80), (128, 128, 2, 2, 4)),
     Row("mask tiles", (96, 96), (128, 128, 2, 2, 4)),
     Row("mask tiles", (128, 128), (128, 128, 2, 2, 4), "D8"),
-    # Where the tiles above spill: in few of these cases, of which some differ by compiler.
+    # Where the tiles above spill, which few of these cases do, and some with one compiler only.
     Row("all that takes registers", (128, 128), (128, 64, 2, 2, 0)),
     Row("softcap, packed, offsets", (256, 256), (128, 32, 2, 1, 0)),
     Row("bias of float16, parts", (128, 128), (128, 80, 2, 2, 0)),
-    # Segments, whose ids are looked up for each key, or a left bound with packing or a bias.
+    # Segments (ids are looked up for each key), or a left bound with packing or a bias.
     Row("crowded, packed", (128, 128), (128, 64, 2, 2, 0)),
     Row("crowded", (192, 128), (128, 64, 2, 1, 0)),
     Row("crowded", (192, 192), (128, 48, 2, 1, 0)),
 )
-WIDEST_LOOK_UP = 128  # head size beside which shared memory has room for a mask or a bias
-_MASK_STAGES = 2
-_BIAS_BYTES = 4  # of a buffer's value times buffers
-_MOST_PRESSURE = 4  # of options beside which blocks of 128 keys fit, at head size 128
-_NARROW = 4096  # keys that one query sees
-_GAIN_OF_192_ROWS = 1.15
+WIDEST_LOOK_UP = 128  # largest head size with shared memory for a mask or a bias
+_MASK_STAGES = 2  # buffers of a mask
+_BIAS_BYTES = 4  # bytes of one value of a bias in all buffers
+_MOST_PRESSURE = 4  # most register_pressure beside blocks of 128 keys at head size 128
+_NARROW = 4096  # most keys that a query sees in a narrow window
+_GAIN_OF_192_ROWS = 1.15  # most rows of the busiest SM, over its rows with tiles of 128 (D15)
 
 
 class Own(NamedTuple):
     sink: Floats
     num_stages: int  # buffers of k and of v
-    num_q_stages: int  # 2: results are staged in one while the other is used
-    overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
-    split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
-    overlaps: bool = False  # does the kernel that combines them start meanwhile?
-    joins: bool = False  # is there a result over other keys, which this one joins?
-    paged: bool = False  # do keys and values lie in pages, which a table puts in order?
-    #: Blocks of a bias, or of a mask, in shared memory for each warpgroup; 0: it is read where it
-    #: lies.
+    num_q_stages: int  # buffers of q; with 2, results are staged in one while the other is read
+    #: Quarters of a block's exponentials that run before p v of the previous block must be done.
+    overlap_quarters: int
+    split_keys: bool = False  # do several thread blocks share the keys of a tile (split-KV)?
+    overlaps: bool = False  # does forward_combine.cu start before this kernel ends?
+    joins: bool = False  # does it merge its result with a given one over other keys?
+    paged: bool = False  # are keys and values in pages, which a page table orders?
+    #: Buffers in shared memory for blocks of a bias or of a mask; 0: read from global memory.
     bias_stages: int = 0
     mask_stages: int = 0
 
 
 class ForwardSm90Config(wgmma.WarpgroupsConfig):
-    """``forward_sm90.cu``: warpgroups of 64 query rows each, and one that loads and stores."""
+    """``forward_sm90.cu``: warpgroups own 64 queries each, one more loads and stores."""
 
     kernel = "forward_sm90"
     params = "ForwardSm90Params"
@@ -143,13 +143,13 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Rings of q, k and v in panels of 64 columns, and a KiB of barriers."""
+        """Rings of q, k and v in panels of 64 columns; slopes, mask, bias; a KiB of barriers."""
         q_rows, k_rows = self.num_q_stages * self.block_m, self.num_stages * self.block_n
         rings = wgmma.panel_bytes(self, q_rows, self.head_dim)
         rings += wgmma.panel_bytes(self, k_rows, self.head_dim, self.head_dim_v)
         if self.alibi_slopes != "none" and self.head_dim <= WIDEST_LOOK_UP:
-            rings += wgmma.panel_bytes(self, 16, self.block_n)  # numbers of keys
-            rings += 1024 * self.block_m // 64  # slopes
+            rings += wgmma.panel_bytes(self, 16, self.block_n)  # indices of a block's keys
+            rings += 1024 * self.block_m // 64  # slopes, for each warpgroup
         pairs = int(self.block_m * self.block_n)
         rings += pairs * int(self.mask_stages)
         if self.bias_stages:
@@ -208,19 +208,19 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         problem, stages = request.problem, look_up_stages(request)
         fields = wgmma.fields(cls, request, ROWS, _holding(request, stages)) | stages
-        # Thread blocks draw the tiles of packed sequences: none has one part of one tile.
+        # Thread blocks draw tiles of packed sequences, but a split tile is not drawn.
         if split_keys.wanted(request) and problem.cu_seqlens_q is None:
             fields |= split_keys.fields(cls, request)
         if problem.pages is not None:
             size, block_n = problem.pages.size, fields["block_n"]
             if size % block_n and block_n % size:
-                return ()  # a box of the copy engine would lie in two blocks, or two pages
+                return ()  # a TMA box would extend over two blocks or two pages
             fields["paged"] = True
         return (cls(**fields, sink=dtype_of(problem.sink), joins=problem.joins),)
 
 
 def look_up_stages(request: Request) -> dict[str, int]:
-    """Buffers of a bias or a mask that comes through shared memory; empty where none does."""
+    """``bias_stages`` or ``mask_stages`` where one is copied to shared memory; else empty."""
     problem = request.problem
     if (
         wgmma.widest(problem) > WIDEST_LOOK_UP
@@ -232,7 +232,7 @@ def look_up_stages(request: Request) -> dict[str, int]:
     ):
         return {}
     if problem.bias is not None:
-        # Bounds on both sides and lengths beside it spill.
+        # Bounds on both sides and lengths beside a bias spill.
         if problem.window_left is not None or not look_ups.bias_comes(request):
             return {}
         return {"bias_stages": _BIAS_BYTES // problem.bias.dtype.itemsize}
@@ -243,7 +243,7 @@ def look_up_stages(request: Request) -> dict[str, int]:
 
 
 def _holding(request: Request, stages: dict[str, int]) -> dict[str, bool]:
-    """What holds of a request with these buffers, in the words of the table."""
+    """Which words of the table hold for a request with these buffers."""
     problem, folded = request.problem, scale_in_exponent(request.problem)
     packed, biased = problem.cu_seqlens_q is not None, problem.bias is not None
     lengths = problem.q_lengths is not None or problem.kv_lengths is not None
@@ -280,10 +280,10 @@ def _holding(request: Request, stages: dict[str, int]) -> dict[str, bool]:
 
 
 def _has_few_rows(request: Request) -> bool:
-    """Whether tiles of 192 rows take longer than those of 128.
+    """Whether tiles of 192 rows take longer than tiles of 128 rows.
 
-    The busiest SM decides. Under a causal bound the last tile has the most keys: the SM that has no
-    other tile is the busiest.
+    The busiest SM decides. Under a causal bound the last tile has the most keys: with at most one
+    tile to an SM, its SM is the busiest.
     """
     problem, num_sms = request.problem, request.num_sms
     if num_sms == 0:

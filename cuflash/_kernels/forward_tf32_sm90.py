@@ -1,4 +1,4 @@
-"""``forward_tf32_sm90.cu``: Hopper's forward for float32."""
+"""``forward_tf32_sm90.cu``: the forward of float32 on Hopper."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cuflash._kernels.score_config import dtype_of, register_pressure
 
 
 class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
-    """``forward_tf32_sm90.cu``: warpgroups of 64 query rows, two that split k and v."""
+    """``forward_tf32_sm90.cu``: two warpgroups own 64 queries each, two more split k and v."""
 
     kernel = "forward_tf32_sm90"
     params = "ForwardParams"
@@ -27,7 +27,7 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
 
     @property
     def smem_bytes(self) -> int:
-        """The q tile, rings of the TF32 parts of k and v, and a KiB of barriers."""
+        """The q tile; rings of k and v in TF32 parts; a KiB of barriers."""
         streamed = self.num_stages * self.operand_parts * self.block_n
         streamed *= self.head_dim + self.head_dim_v
         return int(self.element_bytes * (self.block_m * self.head_dim + streamed)) + 1024
@@ -54,7 +54,7 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """The fastest of benchmarks/sweeps on an H100 SXM; two stages where they fit. (D39, D43)"""
+        """The fastest tile of benchmarks/sweeps (H100 SXM); two stages if they fit. (D39, D43)"""
         own = tf32_sm90.fields(cls, request, 128, 64) | {"sink": dtype_of(request.problem.sink)}
         if split_keys.wanted(request):
             own |= split_keys.fields(cls, request)

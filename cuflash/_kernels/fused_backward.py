@@ -1,4 +1,4 @@
-"""What do both kernels of all gradients share? Hopper computes dq, dk and dv in one pass."""
+"""What do both one-pass kernels share? On Hopper they compute dq, dk and dv in one pass."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import needs_score_math, register_pressure
 from cuflash._kernels.tables import Row, smallest
 
-#: The fastest of benchmarks/sweeps on an H100 SXM; up to 128 of backward_sm90, else of
-#: backward_pair_sm90.
-#: Of each row block_m, block_n, num_stages, keys_in_registers.
+#: The fastest tiles of benchmarks/sweeps on an H100 SXM: up to head size 128 of backward_sm90,
+#: above of backward_pair_sm90.
+#: A tile: block_m, block_n, num_stages, keys_in_registers.
 ROWS = (
     Row("", (32, 32), (128, 128, 2, True), "D143"),
     Row("", (64, 64), (128, 128, 2, True), "D101"),
@@ -22,27 +22,27 @@ ROWS = (
     Row("", (192, 192), (64, 64, 2, False), "D101"),
     Row("", (256, 256), (64, 64, 2, False), "D101"),
 )
-WIDEST_ALONE = 128  # padded head size that one thread block holds the results of
-_WIDEST_CROWDED = 96  # the same beside a bias that is read where it lies, or two other options
-#: Buffers of 32 rows of a bias of 16 bits or of a mask, by padded head size: as many as fit (D190).
+WIDEST_ALONE = 128  # largest padded head size whose dk and dv one thread block holds
+_WIDEST_CROWDED = 96  # the same beside a bias in global memory, or a bias and two other options
+#: Buffers, each of 32 rows of a 16-bit bias or of a mask, by padded head size: all that fit (D190).
 _BIAS_STAGES, _MASK_STAGES = {32: 4, 64: 3, 128: 4}, {32: 4, 64: 4, 96: 2, 128: 4}
 
 
 class Own(NamedTuple):
-    """What these kernels alone are told."""
+    """Fields of the one-pass kernels alone."""
 
     num_stages: int  # buffers of q and of dout
-    keys_in_registers: bool  # are k and v of a tile?
-    deterministic: bool  # do tiles add one after the other?
-    split_queries: bool = False  # are the queries of a tile dealt out to several thread blocks?
-    split_rows: bool = False  # even those of one batch entry?
-    bias_stages: int = 0  # buffers of a bias in shared memory; 0: it is read where it lies
-    mask_stages: int = 0  # of a mask
-    grad_bias: bool = False  # is the gradient of a bias, one pair's each, written as well?
+    keys_in_registers: bool  # are k and v of a tile kept as operands in registers?
+    deterministic: bool  # do tiles of keys add to dq in a fixed order?
+    split_queries: bool = False  # do several thread blocks share the queries of a tile of keys?
+    split_rows: bool = False  # do they share even the queries of one batch entry?
+    bias_stages: int = 0  # buffers of a bias in shared memory; 0: read from global memory
+    mask_stages: int = 0  # buffers of a mask in shared memory; 0: read from global memory
+    grad_bias: bool = False  # does it also write the gradient of a bias, one pair an element?
 
 
 class AllGradientsConfig(wgmma.WarpgroupsConfig):
-    """A kernel of dq, dk and dv: warps that load and write, and a warpgroup that multiplies dq."""
+    """A one-pass kernel: four warps load and write, and one warpgroup multiplies dq."""
 
     computes = "dqkv"
     parts = SCORED | {"own": Own}
@@ -52,10 +52,10 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request.
+        """Why the kernel cannot serve a request; empty where it can.
 
-        Head sizes are refused where registers do not hold dk, dv and a part of dq, and options
-        that take registers beside them.
+        Refused are head sizes without registers for dk, dv and a part of dq, and options that
+        leave too few registers for them.
         """
         problem, pair = request.problem, cls.cluster_blocks == 2
         reason = wgmma.against_halves(request) or wgmma.against_broadcast(request)
@@ -84,9 +84,10 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
 
     @property
     def can_write_bias(self) -> bool:
-        """Is ds the gradient of what is added to a score, wherever queries see blocks of keys?
+        """Can the kernel store ds as the gradient of a bias?
 
-        Beside 128 columns bounds and slopes leave no registers to store it.
+        ds has to be the gradient of what is added to a score, in all blocks that queries see. At
+        128 columns bounds and slopes leave no registers to store it.
         """
         takes_registers = self.window_left or self.window_right or self.alibi_slopes != "none"
         return (
@@ -106,14 +107,14 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
 
 
 def bias_stages(request: Request) -> int:
-    """Buffers of a bias of 16 bits; none where it is read where it lies."""
+    """Buffers of a 16-bit bias in shared memory; 0: the bias is read from global memory."""
     bias = request.problem.bias
     comes = bias is not None and bias.dtype.itemsize == 2 and look_ups.bias_comes(request)
     return _BIAS_STAGES.get(smallest(ROWS, request.problem)[0], 0) if comes else 0
 
 
 def mask_stages(request: Request) -> int:
-    """Buffers of a mask that hides probabilities; none where it is read where it lies."""
+    """Buffers of a mask that hides probabilities; 0: the mask is read from global memory."""
     problem = request.problem
     others = (problem.bias, problem.softcap, problem.formulas, problem.cu_seqlens_q)
     alone = all(other is None for other in others)
@@ -130,10 +131,10 @@ def _crowded(request: Request) -> bool:
 
 
 def wins(request: Request, config: KernelConfig) -> bool:
-    """Whether one pass is chosen without being asked for: docs/backward-sm90.md.
+    """Whether one pass is the default for a request: docs/backward-sm90.md.
 
-    What a device has shown right and faster: up to head size 128 every option but a mask that is
-    read where it lies, beyond plain and causal scores of heads that do not share keys. (D20, D190)
+    It is where a device has shown it right and faster: up to head size 128 with every option but a
+    mask in global memory, above for plain and causal scores without shared keys. (D20, D190)
     """
     if config.head_dim <= WIDEST_ALONE:
         return config.mask_stages > 0 or not config.mask

@@ -1,4 +1,4 @@
-"""Can a mask or a bias come through shared memory? Hopper's kernels bring it by 16 bytes."""
+"""Can a mask or a bias be copied to shared memory? Hopper's kernels copy 16 bytes at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _COPIED = 16  # bytes of one copy
 
 
 def come_by_rows(operand: Operand | None, request: Request) -> bool:
-    """Whether rows of an array begin at multiples of 16 bytes, their columns side by side."""
+    """Whether every row of an array is contiguous and begins at a multiple of 16 bytes."""
     if operand is None or request.look_up_bits % _COPIED:
         return False
     side_by_side = operand.strides[-1] == operand.dtype.itemsize
@@ -17,7 +17,7 @@ def come_by_rows(operand: Operand | None, request: Request) -> bool:
 
 
 def bias_comes(request: Request) -> bool:
-    """Whether the rows of a bias also end at multiples of 16 bytes: only whole copies are made."""
+    """Whether rows of a bias also end at multiples of 16 bytes: kernels copy no part of 16."""
     bias = request.problem.bias
     return (
         bias is not None

@@ -1,4 +1,4 @@
-"""What do kernels of narrow heads share? True widths, who is served, room for queries and keys."""
+"""What do kernels of narrow heads share? True widths, eligibility, shared memory of rows."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import present
 from cuflash._problem.problem import HALVES, Problem
 
-#: Head sizes up to which products of CUDA cores are cheaper than the exponential.
+#: Largest head size with products on CUDA cores that are cheaper than the exponential.
 WIDEST = 8
 
 
 class Widths(NamedTuple):
     """True head sizes, for which a kernel is compiled."""
 
-    width: int
-    width_v: int
-    key_bias: bool  # is a bias kept with its key, since all queries share it?
+    width: int  # of q and k
+    width_v: int  # of v and out; 0: no values
+    key_bias: bool  # do all queries share the bias, which is then kept with its key?
 
     def check(self) -> None:
         if not 1 <= self.width <= WIDEST or not 0 <= self.width_v <= WIDEST:
@@ -32,8 +32,8 @@ class NarrowConfig(KernelConfig):
     """A kernel with threads that own rows."""
 
     tunables = portable.TUNABLES
-    streams = range(16, 513, 16)  # of a sum: as many as sums, of 262,144
-    most_of_simt = 2**15  # a thread has its rows in registers
+    streams = range(16, 513, 16)  # keys of one sum: 262,144 keys are 512 sums of 512
+    most_of_simt = 2**15  # owned rows are in registers, not in a GlobalTile
 
     def check(self) -> None:
         own = getattr(self, self.owned)
@@ -42,19 +42,19 @@ class NarrowConfig(KernelConfig):
 
     @property
     def numbers(self) -> int:
-        """What a thread keeps of each of its rows."""
+        """Numbers that a thread keeps in registers for each row that it owns."""
         raise NotImplementedError
 
     def room(self, rows: int, numbers: int) -> int:
-        """Bytes of rows in shared memory, by four numbers."""
+        """Bytes of rows in shared memory; ``numbers`` of a row are rounded up to four."""
         return self.real_bytes * rows * 4 * -(-numbers // 4)
 
 
 class NarrowBackwardConfig(NarrowConfig):
-    """One that computes gradients."""
+    """A narrow kernel that computes gradients."""
 
     params = "BackwardParams"
-    streams = range(64, 257, 64)  # as bounds of segments
+    streams = range(64, 257, 64)  # multiples of the 64 ids that share bounds
 
     @classmethod
     def eligible(cls, request: Request) -> str:
@@ -62,7 +62,7 @@ class NarrowBackwardConfig(NarrowConfig):
 
     @classmethod
     def tiled(cls, request: Request, **own: Any) -> Self:
-        """With two rows to a thread where registers hold them and each SM has its share. (D160)"""
+        """Its tile, with two rows to a thread if they fit registers and feed every SM. (D160)"""
         known = fields(cls, request) | own
         draft = cls.draft(known)
         tiles = portable.num_tiles(request.problem, 256, of_keys=cls.owned == "block_n")
@@ -74,9 +74,9 @@ class NarrowBackwardConfig(NarrowConfig):
 
 
 def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
-    """Fields that follow from the problem."""
+    """Fields that the problem determines."""
     problem = request.problem
-    # No tensor cores in any case; before sm_80 no instruction that rounds two to 16 bits, either.
+    # Tensor cores are never used. Before sm_80 no instruction rounds two numbers to 16 bits.
     rounds_singly = request.simt and problem.dtype in HALVES
     return portable.fields(kernel, request._replace(simt=rounds_singly)) | {
         "width": problem.head_dim,
@@ -86,7 +86,7 @@ def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
 
 
 def against(request: Request) -> str:
-    """Why none serves a request. (D64)"""
+    """Why no narrow kernel serves a request; empty where one does. (D64)"""
     problem = request.problem
     wins = problem.dtype in (np.float32, np.float64) or shares_bias(problem)
     return wgmma.first_reason(
@@ -97,7 +97,7 @@ def against(request: Request) -> str:
 
 
 def shares_bias(problem: Problem) -> bool:
-    """Whether a bias that all queries share is all that is added to scores, and hides keys."""
+    """Whether a bias that all queries share is the only option that changes scores or hides."""
     if problem.bias is None or problem.bias.strides[-2] != 0:
         return False
     return present(problem, "cap", "add", "see") == {"bias"}

@@ -1,7 +1,7 @@
 """What does a kernel receive? NumPy dtypes that mirror ``kernels_cu/params.cuh``.
 
 The size of every struct is asserted when a kernel is compiled, its field offsets in the tests.
-Pointers come first in each struct, so that a launch patches one contiguous run of a prepared copy.
+Pointers come first in each struct: a launch puts addresses before bytes that are prepared once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from cuflash._problem.option_table import ARRAYS, OPTIONS
 MAX_BATCH_AXES = 6
 
 _POINTER = np.uint64
-MAP_BYTES = 128
-MAP_ALIGNMENT = 64  # of a CUtensorMap
+MAP_BYTES = 128  # size of a CUtensorMap
+MAP_ALIGNMENT = 64  # its alignment in bytes
 
 
 def _struct(*parts: tuple[Any, ...] | str) -> np.dtype[Any]:
@@ -35,7 +35,7 @@ BATCH_AXES = _struct(("num_axes", np.int32), ("extent", np.int32, MAX_BATCH_AXES
 GRID = _struct(*_numbers("num_blocks", "num_owners", "owners_per_section", "entries_per_owner"))
 #: Arrays of score options, in the order of the struct.
 SCORE_ARRAYS = tuple(name for o in OPTIONS for name in (*o.arrays, *o.kernel_arrays))
-#: The last two are numbers that a launch patches in like addresses.
+#: Pointers that ``SCORE`` begins with. The last two are numbers, passed like addresses.
 SCORE_POINTERS = (
     *SCORE_ARRAYS, "cu_seqlens_q", "cu_seqlens_k",
     *(f"formula_array{i}" for i in range(MAX_FORMULA_ARRAYS)), "dropout_seed", "entry_number",
@@ -59,7 +59,7 @@ SCORE = _struct(
 
 @functools.cache
 def with_reals(params: np.dtype[Any], real_bytes: int) -> np.dtype[Any]:
-    """``params``, or what they are where scores are of 8 bytes."""
+    """``params`` with numbers of type ``Real`` that have ``real_bytes`` bytes: 4 or 8."""
     if real_bytes == 4:
         return params
     return _struct(*((name, _widened(params[name])) for name in params.names or ()))
@@ -148,12 +148,12 @@ BACKWARD = _kernel(
 
 
 def maps_at(params: np.dtype[Any]) -> int:
-    """Where the tensor maps begin that follow the fields of ``params``."""
+    """Byte offset of the tensor maps, which follow the fields of ``params``."""
     return -(-params.itemsize // MAP_ALIGNMENT) * MAP_ALIGNMENT
 
 
 def _with_maps(params: np.dtype[Any], mapped: tuple[str, ...], *rest: str) -> np.dtype[Any]:
-    """``params``, tensor maps, and pointers."""
+    """``params``, followed by tensor maps of ``mapped`` and by pointers."""
     names, first = params.names or (), maps_at(params)
     formats = [params[n] for n in names]
     offsets = [params.fields[n][1] for n in names if params.fields]
@@ -171,7 +171,7 @@ def _with_maps(params: np.dtype[Any], mapped: tuple[str, ...], *rest: str) -> np
     )  # fmt: skip
 
 
-#: What the tensor maps describe, in their order: the pointers that a struct starts with.
+#: Operands with a tensor map, in order: the first pointers of the struct.
 MAPPED = ("q", "k", "v", "out")
 FORWARD_SM90 = _with_maps(FORWARD, MAPPED, "tile_counter")
 BACKWARD_MAPPED = ("dout", "q", "k", "v")
@@ -195,7 +195,7 @@ STRUCTS: dict[str, np.dtype[Any]] = {
 
 
 def pointer_names(params: np.dtype[Any]) -> tuple[str, ...]:
-    """Names of the pointers that a struct starts with, the pointers of the score included."""
+    """Names of the pointers that a struct begins with, including those of ``SCORE``."""
     names: list[str] = []
     for name in params.names or ():
         field = params[name]

@@ -1,12 +1,12 @@
-"""What do the kernels share that every architecture has? Fields, widths, fitting, passes.
+"""What do the portable kernels share? Fields, padded widths, tiles that fit, passes.
 
-Registers decide about tiles: of accumulators of 4 and 8 bytes, one slice of 16 rows fits a warp,
-and of wide results a part of the columns. Rows of tables without a number of docs/decisions.md are
-what registers and shared memory hold, free of spills by NVRTC 12.9 and 13.5.
+Registers limit tiles: in float32 and float64 a warp mostly has one slice of 16 rows, and of a wide
+result some of the columns. A table row without an entry of docs/decisions.md is a tile that fits
+registers and shared memory, without spills by NVRTC 12.9 and 13.5.
 
-``block_n`` and the order of keys depend on head sizes and options alone, never on batch, heads or
-seqlen_q, so that the bits of a row do not depend on its neighbours; but where tiles are few, parts
-of the keys follow from the shapes of arrays (``split_keys.py``).
+``block_n`` and the order of keys depend on head sizes and options, not on batch and heads: the bits
+of a row do not depend on its neighbours. Where tiles or rows are few, tiles and parts of the keys
+follow from the shapes of the arrays (``split_keys.py``).
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from cuflash._kernels.tables import Row, tile_of
 from cuflash._problem.problem import HALVES, Problem
 
 AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
-#: What can be chosen of a portable kernel.
+#: Fields of a portable kernel that its table sets.
 TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
 
 
-#: Padded head size up to which registers hold a bias beside the gradients of float32. (D161)
+#: Largest padded head size with registers for a bias beside float32 gradients. (D161)
 WIDEST_HELD = 16
-ROWS_OF_TWO_WARPS = 32  # and of queries, one of each head of a group
-_SHORT, _SHORT_COLUMNS = 64, 64  # queries and keys, columns that small tiles hold (D15)
-ROWS_OF_FOUR_WARPS = 64
+ROWS_OF_TWO_WARPS = 32  # rows of a tile of two warps; with PackGQA heads of a group are rows, too
+_SHORT, _SHORT_COLUMNS = 64, 64  # most queries or keys, and most columns, of a small tile (D15)
+ROWS_OF_FOUR_WARPS = 64  # rows of a tile of four warps
 
 
 class Held(NamedTuple):
-    """Columns of results that registers hold; ``general``: beside options of scores."""
+    """Columns of a result that registers hold; ``general``: beside score options."""
 
     out: int
     out_general: int
-    gradient: int
+    gradient: int  # one of dq, dk and dv
     gradient_general: int
-    pair: int  # padded head size up to which they hold dk and dv in one pass
+    pair: int  # largest padded head size with registers for dk and dv in one pass
 
 
 _HELD = {
@@ -60,7 +60,7 @@ _HELD_BY_SIMT = {4: Held(128, 128, 128, 128, 64), 8: Held(64, 64, 64, 64, 32)}
 
 
 def held(request: Request) -> Held:
-    """Columns that registers hold of the results of a problem."""
+    """Columns of a problem's results that registers hold."""
     dtype = request.problem.dtype
     if request.simt:
         return _HELD_BY_SIMT[max(4, dtype.itemsize)]
@@ -68,7 +68,7 @@ def held(request: Request) -> Held:
 
 
 def padded(head_dim: int) -> int:
-    """The tile width that holds ``head_dim`` columns."""
+    """The smallest padded head size that holds ``head_dim`` columns."""
     for width in HEAD_DIMS:
         if head_dim <= width:
             return width
@@ -78,14 +78,14 @@ def padded(head_dim: int) -> int:
 
 
 def precision_of(problem: Problem) -> Precision:
-    """TF32 is a permission that only float32 can take."""
+    """Precision of products: "tf32" where the caller allows it and elements are float32."""
     return "tf32" if problem.precision == "tf32" and problem.dtype == np.float32 else "ieee"
 
 
 def is_short(problem: Problem) -> bool:
-    """Whether one small tile holds the queries of an entry, one its keys, and a score is plain.
+    """Whether small tiles hold all queries and all keys of an entry, and scores are plain. (D15)
 
-    (D15) Beside other options registers do not last for so many blocks of threads on an SM.
+    With more options than a causal bound, as many thread blocks on an SM would lack registers.
     """
     options = (
         problem.cu_seqlens_q, problem.window_left, problem.q_lengths, problem.kv_lengths,
@@ -101,13 +101,16 @@ def is_short(problem: Problem) -> bool:
 
 
 def can_hold_bias(problem: Problem) -> bool:
-    """Whether a formula does not ask for the bias, and it is no wider than scores."""
+    """Whether there is a bias with elements of at most 4 bytes, and no ``score_mod``."""
     asked = problem.formulas is not None and problem.formulas.score_mod
     return problem.bias is not None and problem.bias.dtype.itemsize <= 4 and not asked
 
 
 def holds_bias(request: Request, own: Mapping[str, Any]) -> bool:
-    """Whether each lane of a gradient of float32 holds the bias of its pairs: alone and narrow."""
+    """Whether a float32 gradient kernel keeps the bias of each lane's pairs in registers.
+
+    Only for narrow heads, and without other options that take registers.
+    """
     problem = request.problem
     narrow = max(own["head_dim"], own["head_dim_v"]) <= WIDEST_HELD
     of_float32 = (own["dtype"], own["precision"], own["simt"]) == ("float32", "ieee", False)
@@ -116,7 +119,7 @@ def holds_bias(request: Request, own: Mapping[str, Any]) -> bool:
 
 
 def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
-    """Fields that follow from the problem: of operands, products and the score."""
+    """Fields that the problem determines, of ``Operands``, ``Products`` and ``ScoreConfig``."""
     problem = request.problem
     of_gradients = request.grad_dtype or problem.dtype
     return {
@@ -140,10 +143,10 @@ def candidates(
     *,
     general: bool | None = None,
 ) -> list[dict[str, Any]]:
-    """The fields ``own`` with each tile of a table for a request, best first.
+    """The fields ``own`` with each tile of the table row for a request, best first.
 
-    The first serves sm_90, the last the 99 KiB of sm_86, sm_89 and sm_120. CUDA cores have one
-    tile: they own 64 rows.
+    The first tile is for sm_90. The last fits the 99 KiB of sm_86, sm_89 and sm_120. With ``simt``
+    there is one tile, which owns 64 rows.
     """
     problem = request.problem
     if request.simt:
@@ -172,30 +175,30 @@ def candidates(
 
 
 def num_tiles(problem: Problem, block: int, *, of_keys: bool = False) -> int:
-    """How many tiles of so many rows, or keys, there are."""
+    """Tiles of ``block`` queries, or keys, in all batch entries."""
     rows = problem.seqlen_k if of_keys else problem.seqlen_q
     return math.prod(problem.batch) * -(-rows // block)
 
 
 def most_rows(request: Request, block_m: int) -> int:
-    """Rows of the busiest SM."""
+    """Query rows of the busiest SM, if tiles have ``block_m`` rows."""
     return -(-num_tiles(request.problem, block_m) // request.num_sms) * block_m
 
 
 def split(columns: int, own: int) -> int:
-    """Into how many parts of at most ``own`` the columns of a result are split."""
+    """The fewest equal parts of ``columns`` with at most ``own`` each, in multiples of 16."""
     return next(n for n in range(1, columns) if columns % (16 * n) == 0 and columns <= n * own)
 
 
 def gradient_parts(request: Request, columns: int) -> int:
-    """Into how many parts a gradient is split, by the columns that registers hold."""
+    """Parts into which the columns of a gradient are split, so that registers hold one."""
     found = held(request)
     general = needs_score_math(request.problem)
     return split(columns, found.gradient_general if general else found.gradient)
 
 
 def fits(config: KernelConfig, smem_limit: int) -> bool:
-    """Whether the thread blocks that are to share an SM can."""
+    """Whether an SM has shared memory for ``blocks_per_sm`` thread blocks."""
     needed = config.blocks_per_sm * (config.smem_bytes + RESERVED_SMEM)
     return bool(needed <= smem_limit + RESERVED_SMEM)
 
@@ -211,9 +214,10 @@ def fitting(
 
 
 def kv_passes(problem: Problem, wanted: frozenset[str], *, together: bool) -> list[str]:
-    """Which of dk and dv, "k" and "v", are computed together, if registers hold both.
+    """The passes for dk and dv: "kv" for both in one pass, or "k" and "v".
 
-    They are if k and v are summed over the same batch axes, so that both walk the same queries.
+    Both take one pass if registers hold both (``together``), and k and v are summed over the same
+    batch axes, so that both results walk the same queries.
     """
     names = "".join(sorted(wanted))
     if together and names and problem.k.summed == problem.v.summed:
@@ -222,36 +226,39 @@ def kv_passes(problem: Problem, wanted: frozenset[str], *, together: bool) -> li
 
 
 def shares_keys(problem: Problem, names: Sequence[str]) -> bool:
-    """Whether the batch entries summed into one result have the same k, and v where it is read."""
+    """Whether batch entries summed into one result have the same k, and the same v if it is read.
+
+    A pass for dv alone does not read v.
+    """
     summed = problem.k.summed if "k" in names else problem.v.summed
     read = [problem.k.summed, problem.v.summed] if "k" in names else [problem.k.summed]
     return all(own[i] for own in read for i, is_summed in enumerate(summed) if is_summed)
 
 
 def against_passes(problem: Problem, passes: Sequence[str]) -> str:
-    """Why kernels that load keys once for a result do not serve these passes."""
+    """Why kernels that load keys once for each result do not support these passes; or empty."""
     if all(shares_keys(problem, names) for names in passes):
         return ""
     return "batch entries that are summed into one result have other keys or values"
 
 
 class Forward(NamedTuple):
-    """What a forward is told beside what every kernel of scores is."""
+    """Fields of a forward, beside ``SCORED``."""
 
     sink: Floats
-    num_stages: int = 2  # buffers of k and of v
-    split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
-    overlaps: bool = False  # does the kernel that combines them start meanwhile?
-    reads_once: bool = False  # are keys read about once, and may leave the L2 cache first?
-    clusters: bool = False  # or are these blocks a cluster, which combines them?
-    paged: bool = False  # do keys and values lie in pages, which a table puts in order?
+    num_stages: int = 2  # buffers of k and of v in shared memory
+    split_keys: bool = False  # do several thread blocks share the keys of a tile (split-KV)?
+    overlaps: bool = False  # does forward_combine.cu start before this kernel ends?
+    reads_once: bool = False  # are keys read about once, so that L2 may evict them first?
+    clusters: bool = False  # do these thread blocks, as a cluster, combine their own results?
+    paged: bool = False  # are keys and values in pages, which a page table orders?
 
 
 class Results(NamedTuple):
-    """What a pass of a kernel for dk and dv computes."""
+    """Which gradients a pass of a kernel for dk and dv computes."""
 
-    grad_k: bool
-    grad_v: bool
+    grad_k: bool  # dk
+    grad_v: bool  # dv
 
     def check(self) -> None:
         if not (self.grad_k or self.grad_v):
@@ -259,7 +266,7 @@ class Results(NamedTuple):
 
 
 class SharedKeys(NamedTuple):
-    """What kernels are told that may load keys for each batch entry."""
+    """For kernels that can load keys anew for each batch entry of a result."""
 
     shared_keys: bool  # do all batch entries that are summed into one result share k and v?
 
@@ -269,7 +276,7 @@ KV_PARTS: dict[str, Any] = {"keys": SharedKeys, "results": Results}
 
 
 def kv_fields(problem: Problem, names: str) -> dict[str, bool]:
-    """Fields of these parts in a pass for ``names``."""
+    """Fields of ``KV_PARTS`` for a pass: ``names`` is "k", "v" or "kv"."""
     return {
         "shared_keys": shares_keys(problem, names),
         "grad_k": "k" in names,
@@ -278,24 +285,24 @@ def kv_fields(problem: Problem, names: str) -> dict[str, bool]:
 
 
 class HeldBias(NamedTuple):
-    """Kernels of gradients that may read a bias ahead of the pairs that it is added to."""
+    """For gradient kernels that can read a bias before the scores that it is added to."""
 
-    holds_bias: bool = False  # does each lane hold the bias of its pairs of a block?
+    holds_bias: bool = False  # does each lane keep the bias of its pairs of a block in registers?
 
 
 class Partners(NamedTuple):
-    """Kernels with warps that share rows."""
+    """For kernels with warps that share rows."""
 
-    partners: int = 2  # warps that have the same rows
+    partners: int = 2  # warps that own the same rows, each with its own columns
 
 
 class PartnersConfig(KernelConfig):
-    """A kernel of float64 where each of two warps has half the columns of their rows."""
+    """A float64 kernel in which two warps own the same rows, each with half of the columns."""
 
     params = "BackwardParams"
     tunables = TUNABLES
     row_warps = 2
-    narrowest = 32  # half the columns are whole panels
+    narrowest = 32  # half of the columns is whole panels
 
     def check(self) -> None:
         if self.num_warps % 2:
@@ -303,7 +310,7 @@ class PartnersConfig(KernelConfig):
 
 
 def against_partners(request: Request, rows: Sequence[Row]) -> str:
-    """Why no kernel with warps that share rows serves a request; empty where one does."""
+    """Why no kernel with partners (warps that share rows) serves a request; or empty."""
     problem = request.problem
     if request.simt or problem.dtype != np.float64:
         return "only float64 on tensor cores leaves a warp too few registers for its rows"

@@ -1,4 +1,4 @@
-"""Which kernels are there? One line each; the best kernel of a result comes first."""
+"""Which kernels are there? One line each; for each result the best kernel comes first."""
 
 # ruff: noqa: F401, I001
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cuflash._kernels.backward_dq_narrow import BackwardQNarrowConfig
 from cuflash._kernels.backward_dq_partners import BackwardQPartnersConfig
 from cuflash._kernels.backward_dq_sm80 import BackwardQConfig
 
-# steps on the way
+# steps before or after these kernels
 from cuflash._kernels.segment_bounds import SegmentBoundsConfig
 from cuflash._kernels.forward_combine import CombineConfig
 from cuflash._kernels.backward_delta import DeltaConfig
@@ -39,18 +39,18 @@ from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.quantize import QuantizeConfig
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 
-# of a cache, and rotary embedding
+# KV cache and rotary embedding
 from cuflash._kernels.cache_grow import CacheGrowConfig
 from cuflash._kernels.cache_write import CacheWriteConfig
 from cuflash._kernels.cache_take import CacheTakeConfig
 from cuflash._kernels.rotary import RotaryConfig
 
-#: By name, in the order of the lines above.
+#: Kernels by name, in the order of the lines above.
 KERNELS: dict[str, type[KernelConfig]] = {
     kernel.kernel: kernel for kernel in tuple(globals().values()) if getattr(kernel, "kernel", "")
 }
 
 
 def that_compute(result: str) -> tuple[type[KernelConfig], ...]:
-    """The kernels of one result, best first."""
+    """The kernels that compute one result, best first."""
     return tuple(kernel for kernel in KERNELS.values() if kernel.computes == result)

@@ -1,4 +1,4 @@
-"""``rotary.cu``: rows of an array, turned by their positions."""
+"""``rotary.cu``: rotary embedding, which rotates rows of an array by their positions."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Literal, NamedTuple
 from cuflash._kernels.config import Dtype, KernelConfig
 from cuflash._kernels.score_config import Integers
 
-#: Which features turn together: none, i and i + half, or 2 i and 2 i + 1.
+#: Which features are rotated as a pair: none, i and i + half, or 2 i and 2 i + 1.
 Rotation = Literal["none", "halves", "neighbours"]
 
 
 class Own(NamedTuple):
     dtype: Dtype
     rotation: Rotation
-    positions: Integers  # "none": one for every row
-    num_warps: int = 4  # each has a row
+    positions: Integers  # dtype of the positions; "none": one position for all rows
+    num_warps: int = 4  # each warp rotates one row
 
 
 class RotaryConfig(KernelConfig):

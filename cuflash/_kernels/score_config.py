@@ -1,7 +1,8 @@
 """Which score options are compiled into a kernel, and what do they cost it?
 
-Every field becomes a member of ``Config``, like the fields of ``_kernels/config.py``. An option of
-the table has a field of its name. Fields that depend on several options are written by hand.
+Every field becomes a member of ``Config``, like the fields of ``_kernels/config.py``. A compiled
+option of ``option_table.py`` has a field of its name. Fields that depend on several options are
+written by hand.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from cuflash._problem.problem import Problem
 #: Dtype of an option's array; "none" where the call has none.
 Floats = Literal["none", "float16", "bfloat16", "float32", "float64"]
 Integers = Literal["none", "int32", "int64"]
-#: One value for the launch, the entry's kv_length - q_length, or an array.
+#: Where the causal offset comes from: one value for the launch, each entry's kv_length - q_length,
+#: or an array of this dtype.
 Offset = Literal["value", "lengths", "int32", "int64"]
 
-_MOST_ROWS = 1 << 29  # queries or keys that 32-bit indices of blocks reach
+_MOST_ROWS = 1 << 29  # queries or keys that 32-bit block indices can address
 
 
-#: Options that change a score by more than a factor: the scale is then no part of the exponent.
+#: Options that change a score by more than a factor: the scale is then not part of the exponent.
 CHANGING = (*(option.name for option in of_stages("cap", "add")), "score_mod")
-#: Options that a sum over keys starts from are fields of the forward kernels alone.
+#: Options with a field here. Options of stage "row" are fields of forward kernels only.
 COMPILED = tuple(option for option in of_stages() if option.compiled and option.stage != "row")
-#: Factors of elements of 8 bits, which other kernels have none of.
+#: Scales of 8-bit operands. Kernels of other dtypes have none.
 _SCALES = of_stages("operand")
 
 
@@ -40,7 +42,7 @@ def _dtype_or_flag(option: Option, problem: Problem) -> Any:
 
 
 def scale_in_exponent(problem: Problem) -> bool:
-    """Whether scale * log2(e) is part of the exponent, for scores that no option changes."""
+    """Whether scale * log2(e) is part of the exponent: no option changes scores."""
     plain = not any(problem.has(option) for option in of_stages("cap", "add"))
     plain = plain and not (problem.formulas is not None and problem.formulas.score_mod)
     # Beyond these bounds scale * log2(e) leaves the normal range of float32.
@@ -57,7 +59,7 @@ def _offset(problem: Problem) -> Offset:
     return "lengths" if problem.offset_value is None and own else "value"
 
 
-#: What each field is for a problem. Bounds, scale and lengths are run-time parameters.
+#: The value of each field for a problem. Bounds, scale and lengths are run-time parameters.
 _FIELDS: dict[str, Callable[[Problem], Any]] = {
     "window_left": lambda p: p.window_left is not None,
     "window_right": lambda p: p.window_right is not None,  # causal is window_right with bound 0
@@ -76,7 +78,7 @@ _Fields: Any = cast(Any, namedtuple("_Fields", tuple(_FIELDS), defaults=_DEFAULT
 
 
 class ScoreConfig(_Fields):  # type: ignore[misc]
-    """What kernels are told of score options: a bool, or a dtype that is "none" where it is absent.
+    """Which score options a kernel is compiled for: each a bool, or a dtype ("none": absent).
 
     ``offset`` is a dtype, "value" for one value of the launch, or "lengths" for the default.
     """
@@ -103,7 +105,7 @@ def present(problem: Problem, *stages: Any) -> set[str]:
 
 
 def needs_score_math(problem: Problem) -> bool:
-    """Whether a score takes more than a product, a scale and bounds: registers of its own."""
+    """Whether a score takes more than a product, a scale and bounds, and thus more registers."""
     return problem.formulas is not None or bool(present(problem, "cap", "add", "see", "weight"))
 
 
@@ -113,5 +115,5 @@ def register_pressure(problem: Problem) -> int:
 
 
 def dtype_of(operand: Operand | None) -> Floats:
-    """The field of an option that is an array."""
+    """The field of an option with an array: its dtype, or "none"."""
     return "none" if operand is None else operand.dtype.name  # type: ignore[return-value]

@@ -1,7 +1,7 @@
-"""``segment_bounds.cu``: bounds of the segment ids of every 64 queries and every 64 keys.
+"""``segment_bounds.cu``: least and greatest segment id of every 64 queries and every 64 keys.
 
-By them kernels leave out blocks of other segments: see ``schedule/segments.cuh``. Each batch
-entry whose ids are its own has bounds of its own.
+Kernels use these bounds to skip blocks of other segments: see ``schedule/segments.cuh``. Batch
+entries that share their ids share the bounds.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from cuflash._problem.layout import Layout
 from cuflash._problem.operand import Operand
 from cuflash._problem.problem import Problem
 
-#: That share a pair of bounds: ``bounded_ids`` of ``params.cuh``.
+#: Neighbouring ids that share a pair of bounds: ``bounded_ids`` of ``params.cuh``.
 IDS = 64
-_LARGEST = 8  # bytes of an id
+_LARGEST = 8  # most bytes of an id
 
 
 class Own(NamedTuple):
-    num_warps: int
-    segment_ids: Integers
+    num_warps: int  # warps of a thread block; each finds one pair of bounds
+    segment_ids: Integers  # dtype of the ids
 
 
 class SegmentBoundsConfig(KernelConfig):
@@ -42,12 +42,12 @@ class SegmentBoundsConfig(KernelConfig):
 
 
 class Bounds(NamedTuple):
-    """Where the bounds of one problem lie: bounds of queries, then bounds of keys."""
+    """Layout of a problem's bounds in memory: bounds of queries, then bounds of keys."""
 
-    batch: tuple[int, ...]  # sequences first where they are packed; 1 where ids are shared
-    pairs_q: int
-    pairs_k: int
-    itemsize: int  # of a pair
+    batch: tuple[int, ...]  # extents, packed sequences first; 1 on axes along which ids are shared
+    pairs_q: int  # pairs of bounds of the queries of a batch entry
+    pairs_k: int  # pairs of bounds of the keys of a batch entry
+    itemsize: int  # bytes of a pair
 
     def layouts(self, packed: bool) -> dict[str, Layout]:
         """Layouts by the names of the kernels' pointers."""
@@ -75,7 +75,7 @@ class Bounds(NamedTuple):
 
 
 def bounds_of(problem: Problem) -> Bounds:
-    """Where the bounds of a problem with segments lie."""
+    """Layout of the bounds of a problem with segments."""
     q, k = operands_of(problem)
     batch = problem.batch
     if problem.cu_seqlens_q is not None:
@@ -86,7 +86,7 @@ def bounds_of(problem: Problem) -> Bounds:
 
 
 def room_for(problem: Problem) -> int:
-    """Bytes of memory for the bounds, whatever integers the kernels take for ids."""
+    """Bytes of memory for the bounds, enough for ids of any dtype; 0 without segments."""
     if problem.segment_ids_q is None:
         return 0
     bounds = bounds_of(problem)
@@ -94,7 +94,7 @@ def room_for(problem: Problem) -> int:
 
 
 def operands_of(problem: Problem) -> tuple[Operand, Operand]:
-    """Layouts of both arrays of ids, which are there."""
+    """The operands of both arrays of ids; a ValueError without segments."""
     q, k = problem.segment_ids_q, problem.segment_ids_k
     if q is None or k is None:
         raise ValueError("a problem without segments has no bounds")

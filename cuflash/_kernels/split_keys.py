@@ -1,10 +1,10 @@
-"""Into how many parts are the keys of a forward split? By array shapes and the device alone.
+"""Into how many parts are the keys of a forward split? Array shapes and the device decide.
 
-One thread block computes each part of each tile, and ``forward_combine.cu`` makes the parts one; a
-few that are a cluster do so by themselves.
-The parts are whole blocks of keys at places that follow from the arrays' extents, so that neither
-lengths on a device nor what else runs there changes the bits of a row; of a packed sequence, from
-its own length too.
+This is split-KV: one thread block computes each part of a tile, and ``forward_combine.cu`` combines
+the parts. A few thread blocks that form a cluster combine their parts by themselves.
+A part is whole blocks of keys. Its place follows from the extents of the arrays and, for a packed
+sequence, from the length of the sequence. So neither lengths on the device nor other work there
+changes the bits of a row.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from cuflash._kernels.score_config import needs_score_math, scale_in_exponent
 from cuflash._problem.float8 import E4M3
 from cuflash._problem.problem import HALVES, Problem
 
-FEW_ROWS = portable.ROWS_OF_FOUR_WARPS  # of a tile of one query each of a few heads
-WIDTHS_OF_FEW_ROWS = (64, 128, 256)  # padded head sizes of tiles of up to 32 rows
-TILES_OF_FEW_ROWS = 4  # that share an SM
+FEW_ROWS = portable.ROWS_OF_FOUR_WARPS  # most rows of an entry, PackGQA included, that are few
+WIDTHS_OF_FEW_ROWS = (64, 128, 256)  # padded head sizes with tiles of up to 32 rows
+TILES_OF_FEW_ROWS = 4  # tiles of up to 32 rows that share an SM
 MOST_CLUSTER_PARTS = 8  # thread blocks of a cluster that every device with clusters can run at once
 
 
 class Bounds(NamedTuple):
-    """When keys are split, and into what; in keys, where nothing else is said."""
+    """When keys are split, and into how many parts. Fields count keys unless they say otherwise."""
 
-    fewest: int  # that are worth a second kernel
-    fewest_in_pages: int  # of a tile of few rows
-    fewest_beside_tiles: int  # of few rows, where more than half of the SMs have a tile
-    of_a_row: int  # that are worth it for each query
-    least: int  # of a part
-    short_parts: int  # of few rows: so many parts may be shorter,
-    shortest: int  # but no shorter than that
-    most_of_ragged: int  # of a part, where entries may be shorter than the array
-    most_parts: int
-    packed_parts: int  # of each packed sequence, at most
+    fewest: int  # fewest keys that are worth a second kernel
+    fewest_in_pages: int  # the same for pages and few rows
+    fewest_beside_tiles: int  # the same for few rows, where over half of the SMs have a tile
+    of_a_row: int  # fewest keys for each query that are worth it
+    least: int  # fewest keys of a part
+    short_parts: int  # parts of few rows, up to this number, may have fewer keys,
+    shortest: int  # but no fewer than these
+    most_of_ragged: int  # most keys of a part, where entries may be shorter than the array
+    most_parts: int  # most parts of a tile
+    packed_parts: int  # most parts of a packed sequence
 
 
-#: From `fewest` keys on those in order have the parts, and so the bits, of those in pages. (D196)
+#: From ``fewest`` on, keys in order have the same parts as keys in pages: the same bits. (D196)
 BOUNDS = Bounds(2048, 512, 8192, 8, 256, 16, 64, 4096, 256, 32)
 
 
 class InClusters(NamedTuple):
-    """Which keys are split among a cluster, for so many rows."""
+    """For how many keys the thread blocks of a tile form a cluster, up to so many rows."""
 
-    rows: int  # at most
-    fewest: int
-    most: int
+    rows: int  # most rows of a tile
+    fewest: int  # fewest keys
+    most: int  # most keys
 
 
-#: The second at head size 64 in 16 bits, without options of scores and sink. (D196)
+#: The second is for head size 64 in 16 bits, without score options and sink. (D196)
 IN_CLUSTERS = (InClusters(FEW_ROWS, 512, 2048), InClusters(96, 2048, 4096))
 
 
 def wanted(request: Request) -> bool:
-    """Whether keys are many, and tiles leave half of the SMs idle or lengths may differ."""
+    """Whether to split keys: many, where tiles leave half of the SMs idle or lengths may differ."""
     problem, bounds = request.problem, BOUNDS
     if problem.joins or not request.num_sms:
         return False
@@ -74,9 +74,9 @@ def wanted(request: Request) -> bool:
 
 
 def has_tiles_of_few_rows(request: Request) -> bool:
-    """Whether few rows see many keys: small tiles read these faster than Hopper's. (D181)
+    """Whether few rows see many keys: small tiles read keys faster than Hopper's kernel. (D181)
 
-    Keys are split where tiles do not fill the device: so many that a second kernel is worth it.
+    Where tiles do not fill the device, keys are split, and must be worth a second kernel.
     """
     problem, bounds = request.problem, BOUNDS
     widest = portable.padded(max(problem.head_dim, problem.head_dim_v))
@@ -95,14 +95,14 @@ def has_tiles_of_few_rows(request: Request) -> bool:
 
 
 def in_clusters(request: Request) -> bool:
-    """Whether the thread blocks of a tile are a cluster, which combines its parts.
+    """Whether the thread blocks of a tile form a cluster, which combines the tile's parts.
 
-    They are where all tiles run at once, a thread block on each SM.
+    They do where all tiles run at once, with one thread block on each SM.
     """
     problem, bounds = request.problem, IN_CLUSTERS[not few(request.problem)]
     if request.capability < 90 or not request.tensor_maps or request.simt:
         return False
-    if problem.dtype == E4M3:  # until it is dequantised
+    if problem.dtype == E4M3:  # these operands are dequantised first
         return False
     columns = portable.padded(problem.head_dim_v)
     if bounds.rows > FEW_ROWS and (
@@ -126,22 +126,22 @@ def in_clusters(request: Request) -> bool:
 
 
 def suits(kernel: type[KernelConfig], request: Request) -> bool:
-    """Whether a kernel is the one for parts of keys: few rows leave tiles of others half empty.
+    """Whether a kernel is the right one for split keys. (D180)
 
-    (D180)
+    Few rows leave tiles of the other kernels half empty.
     """
     of_few_rows = few(request.problem) or in_clusters(request)
     return kernel.splits_keys and (kernel.of_few_rows or not of_few_rows)
 
 
 def few(problem: Problem) -> bool:
-    """Whether a tile of few rows holds the queries of an entry, or of a sequence on average."""
+    """Whether a tile of few rows holds all queries of an entry, or of an average sequence."""
     packed = problem.cu_seqlens_q
     return bool(problem.seqlen_q <= FEW_ROWS * (1 if packed is None else packed.shape[0] - 1))
 
 
 def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
-    """Fields of a kernel for parts of keys, of which out is as exact as lse."""
+    """Fields of a kernel that splits keys. Outside clusters parts of out have the dtype of lse."""
     if kernel.of_few_rows and in_clusters(request):
         return {"split_keys": True, "clusters": True}
     exact = {"split_keys": True, "out_dtype": request.problem.lse_dtype.name}
@@ -151,7 +151,7 @@ def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
 
 
 def part_keys(problem: Problem, config: Any, parts: int) -> int:
-    """The keys of a part: whole blocks. Of a packed sequence the fewest: ``schedule/tiles.cuh``."""
+    """Keys of a part, in whole blocks; the fewest for packed sequences: ``schedule/tiles.cuh``."""
     blocks = -(-problem.seqlen_k // config.block_n)
     if problem.cu_seqlens_q is not None:
         return int(-(-BOUNDS.least // config.block_n) * config.block_n)
@@ -159,7 +159,7 @@ def part_keys(problem: Problem, config: Any, parts: int) -> int:
 
 
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
-    """The parts of each tile of a configuration: as many as fill the device once."""
+    """Parts of each tile: as many as fill the device once, within ``BOUNDS``."""
     bounds, most = BOUNDS, problem.seqlen_k // BOUNDS.least
     if problem.cu_seqlens_q is not None:
         return min(bounds.packed_parts, most)
@@ -177,7 +177,7 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
 
 
 def _reads_once(request: Request) -> bool:
-    """Whether keys are read about once, and may leave the L2 cache first, as measured. (D181)"""
+    """Whether keys are read about once, so that L2 may evict them first, as measured. (D181)"""
     problem = request.problem
     return bool(
         request.capability >= 90

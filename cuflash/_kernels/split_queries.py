@@ -1,10 +1,10 @@
-"""Into how many parts does one pass split queries, and dq its sums? By shapes and device alone.
+"""How many parts of queries and sums of dq has a one-pass backward? Shapes and device decide.
 
-A tile of keys walks all queries of all heads that share the keys. Where tiles are fewer than
-multiprocessors, each tile has several thread blocks, with some of the heads or some of the blocks
-of queries, and ``backward_combine.cu`` adds up their dk and dv. Where a block of queries waits for
-many tiles of keys, which add to its dq one after the other, dq has several sums, and
-``backward_convert.cu`` adds them up.
+A tile of keys walks all queries of all heads that share the keys. Where there are fewer tiles than
+SMs, several thread blocks share a tile: each takes some of the heads or some of the blocks of
+queries, and ``backward_combine.cu`` adds up their dk and dv. Tiles of keys add to the dq of a block
+of queries one after the other. Where they are many, dq has several sums, which
+``backward_convert.cu`` adds up.
 """
 
 from __future__ import annotations
@@ -14,40 +14,39 @@ from typing import Any
 
 from cuflash._problem.problem import Problem
 
-#: In blocks of queries: what a tile takes beside them, and what the kernel that adds parts takes,
-#: for itself and for each part of a tile of 64 + 64 columns. (D141)
-_OF_A_TILE = 1.0
-_OF_COMBINING = 3.0
-_OF_A_PART = 0.03
-_CLOSE = 1.03  # estimates that tell no difference: fewer parts take less memory
-_MOST_SUMS = 64  # of dq
+#: Times, in units of the time of one block of queries. (D141)
+_OF_A_TILE = 1.0  # a tile, beside its blocks
+_OF_COMBINING = 3.0  # the kernel that adds up parts, beside the parts
+_OF_A_PART = 0.03  # one part of a tile of 64 + 64 columns in that kernel
+_CLOSE = 1.03  # estimates within this factor count as equal: fewer parts take less memory
+_MOST_SUMS = 64  # most sums of dq
 
 
 def entries_that_share(problem: Problem) -> int:
-    """Batch entries of the same keys: heads of a group, broadcast axes."""
+    """Batch entries that share keys: heads of a group, broadcast axes."""
     return math.prod(e for e, s in zip(problem.batch, problem.k.summed, strict=True) if s)
 
 
 def may_split_rows(config: Any) -> bool:
-    """Whether registers hold where a part of one entry's queries begins. (D145)"""
+    """Whether there is a register for the start of a part of one entry's queries. (D145)"""
     arrays = (config.bias, config.alibi_slopes, config.segment_ids)
     taken = config.softcap or config.mask or config.dropout or config.score_mod or config.mask_mod
     return config.head_dim <= 96 or not (taken or any(dtype != "none" for dtype in arrays))
 
 
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
-    """Parts of the queries of each tile of keys: the fewest that are done first by an estimate."""
-    if not num_sms or config.cluster_blocks > 1:  # of pairs not measured
+    """Parts of the queries of each tile of keys: the fewest with the least estimated time."""
+    if not num_sms or config.cluster_blocks > 1:  # not measured for clusters
         return 1
-    side_by_side = num_sms // int(config.cluster_blocks)  # tiles
+    side_by_side = num_sms // int(config.cluster_blocks)  # tiles that run at the same time
     shared = entries_that_share(problem)
     owners = math.prod(problem.batch) // shared
     tiles = -(-problem.seqlen_k // int(config.own_rows))
     blocks = -(-problem.seqlen_q // int(config.block_m))
-    if problem.window_keys is not None:  # of each tile of keys as few
+    if problem.window_keys is not None:  # the blocks that see a tile of keys
         blocks = min(blocks, -(-(problem.window_keys + config.own_rows) // int(config.block_m)))
     whole = problem.cu_seqlens_q is not None or problem.window_keys is not None
-    rows = 1 if whole or not may_split_rows(config) else blocks  # of an entry that parts share
+    rows = 1 if whole or not may_split_rows(config) else blocks  # most parts of one entry
     candidates = [n for n in range(1, shared + 1) if shared % n == 0]
     candidates += [shared * 2**i for i in range(1, rows.bit_length())]
     width = int(config.head_dim + config.head_dim_v) / 128
@@ -57,8 +56,8 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
         added = (_OF_COMBINING + _OF_A_PART * at_all * width) if parts > 1 else 0.0
         if problem.window_right is None:
             return -(-at_all // side_by_side) * own + added
-        # The first keys are seen by twice the queries that others are on average. Of each further
-        # entry the others have to wait for them, where they run at the same time.
+        # Under a causal bound the first keys are seen by twice as many queries as the average. In
+        # each further entry, tiles that run at the same time wait for the tile of these keys.
         further = max(1 - parts / shared, 0.0)
         waiting = min(side_by_side / at_all, 1.0) * further
         return max(own, at_all / side_by_side * own / 2 * (1 + waiting)) + added
@@ -68,9 +67,9 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
 
 
 def sums_of_dq(problem: Problem, config: Any, num_sms: int) -> int:
-    """Sums of dq: as many as leave two blocks of queries or more to each multiprocessor.
+    """Sums of dq: as many as give each SM up to two blocks of queries, counted for each sum.
 
-    Four where each tile of keys sees all queries, and keys are no more than twice as many. (D142)
+    Up to four where each tile of keys sees all queries and keys are at most twice as many. (D142)
     """
     if not config.deterministic or config.cluster_blocks > 1 or not num_sms:
         return 1

@@ -1,4 +1,4 @@
-"""How is a row of a table of tiles chosen? The last one that holds for the request."""
+"""How is a row of a table of tiles chosen? The last row with words that all hold is taken."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from cuflash._problem.problem import Problem
 class Row(NamedTuple):
     """One line of a table: when it holds, for which head sizes, with which values."""
 
-    when: str  # words that a request must all have: "general, packed"; empty: any request
-    head_dims: Any  # padded: of q and k and of v, or the larger one
-    tile: Any  # values of the kernel's tunables; several: the first that fits
-    measured: str = ""  # by which entry of docs/decisions.md; empty: what registers hold
+    when: str  # words that must all hold for a request, as "general, packed"; empty: any request
+    head_dims: Any  # padded head sizes (of q and k, of v), or the larger of both
+    tile: Any  # values of the kernel's tunables, or several such tuples: the first that fits
+    measured: str = ""  # entry of docs/decisions.md; empty: chosen by what registers hold
 
 
 def smallest(rows: Iterable[Row], problem: Problem) -> tuple[int, int]:
-    """The smallest head sizes of a table that hold those of a problem. (D12)"""
+    """The smallest head sizes (of q and k, of v) of a table that a problem fits. (D12)"""
     found: tuple[int, int] = next(
         row.head_dims
         for row in rows
@@ -28,7 +28,7 @@ def smallest(rows: Iterable[Row], problem: Problem) -> tuple[int, int]:
 
 
 def tile_of(rows: Sequence[Row], holding: Mapping[str, bool], head_dims: Any) -> Any:
-    """What a request gets: the tile of the last row of its head sizes with words that all hold."""
+    """The tile of the last row for these head sizes with words that all hold."""
     return next(
         row.tile
         for row in reversed(rows)

@@ -1,4 +1,4 @@
-"""What do Hopper's kernels for float32 share? Two warpgroups of 64 rows, parts of TF32."""
+"""What do Hopper's kernels for float32 share? Two warpgroups of 64 rows, TF32 parts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 
 
 class Stages(NamedTuple):
-    """What a gradient is told beside what every kernel of scores is."""
+    """Fields of a gradient kernel, beside ``SCORED``."""
 
     num_stages: int  # buffers of each streamed operand
 
 
 class Tf32Config(KernelConfig):
-    """A kernel for float32: two warpgroups own 64 rows each, others split what is streamed."""
+    """A float32 kernel: two warpgroups own 64 rows each, others split streamed operands."""
 
     params = "BackwardParams"
     tunables = ("block_m", "block_n", "num_stages")
     for_sm90 = True
     streams = (32, 64)
-    row_warps, other_warps = 0, 4  # that split
+    row_warps, other_warps = 0, 4  # the others split operands into TF32 parts
 
     def check(self) -> None:
         num_warps = self.warps_for(128)
@@ -47,10 +47,10 @@ class Tf32Config(KernelConfig):
 
 
 def against(request: Request) -> str:
-    """Why no kernel of Hopper for float32 serves a request."""
+    """Why no float32 kernel for Hopper serves a request; empty where one may."""
     problem = request.problem
     options = register_pressure(problem) + (problem.bias is not None)
-    options += problem.segment_ids_q is not None  # ids of both sides: two
+    options += problem.segment_ids_q is not None  # segments count twice: ids of both sides
     widest = wgmma.widest(problem)
     return wgmma.against(request) or wgmma.first_reason(
         (
@@ -65,7 +65,7 @@ def against(request: Request) -> str:
 
 
 def head_dims(problem: Problem) -> dict[str, int]:
-    """Padded head sizes: a result is products of 64 columns."""
+    """Padded head sizes: multiples of 64, the columns of one product of a result."""
     sizes = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
     return {name: 64 * max(1, -(-size // 64)) for name, size in sizes.items()}
 
@@ -73,13 +73,13 @@ def head_dims(problem: Problem) -> dict[str, int]:
 def fields(
     kernel: type[KernelConfig], request: Request, block_m: int, block_n: int
 ) -> dict[str, Any]:
-    """Fields of every kernel for float32, but the number of its stages."""
+    """Fields of every float32 kernel except ``num_stages``."""
     found = portable.fields(kernel, request) | head_dims(request.problem)
     found |= {"block_m": block_m, "block_n": block_n, "blocks_per_sm": 1}
     return found | {"num_warps": kernel.warps_for(found[kernel.owned])}
 
 
 def staged(kernel: type[AnyConfig], request: Request, own: dict[str, Any]) -> tuple[AnyConfig, ...]:
-    """A pass with as many of its two stages as shared memory holds."""
+    """A pass with two stages if shared memory holds them, else with one."""
     values = [own | {"num_stages": number} for number in (2, 1)]
     return portable.fitting(kernel, values, request.smem_limit)

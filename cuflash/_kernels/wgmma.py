@@ -1,7 +1,7 @@
-"""What do Hopper's kernels share? Warpgroups of 64 rows, panels of 64 columns, what keeps them off.
+"""What do Hopper's kernels share? Warpgroups of 64 rows, panels of 64 columns, eligibility.
 
-A reason or an empty text is returned where a kernel may not serve. What layouts and addresses keep
-from a kernel is not here: the copy engine decides it at launch.
+``against...`` returns why a kernel cannot serve a request, or an empty text. Layouts and addresses
+are not checked here: whether tensor maps can describe them is known at launch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from cuflash._kernels.score_config import present, register_pressure
 from cuflash._kernels.tables import Row, smallest, tile_of
 from cuflash._problem.problem import HALVES, Problem
 
-#: Columns of scores that ``kernels_cu/ptx/wgmma_products.cuh`` multiplies.
+#: Columns of a block of scores with a product in ``kernels_cu/ptx/wgmma_products.cuh``.
 WIDTHS = (32, 48, 64, 80, 96, 112, 128)
 _KIB = 1024
-#: Gradients of dk and dv that registers hold together: up to this padded head size.
+#: Largest padded head size with registers for dk and dv in one pass.
 WIDEST_PAIR = 128
 
 
@@ -29,7 +29,7 @@ def first_reason(*reasons: tuple[bool, str]) -> str:
 
 
 def against(request: Request) -> str:
-    """Why no kernel of Hopper runs on a device."""
+    """Why no kernel for Hopper runs on the device; empty where one does."""
     return first_reason(
         (request.capability != 90, f"sm_{request.capability} has no wgmma as sm_90 has it"),
         (not request.tensor_maps, "the driver encodes no tensor maps"),
@@ -37,7 +37,7 @@ def against(request: Request) -> str:
 
 
 def against_halves(request: Request) -> str:
-    """Why no kernel of Hopper for 16 bits serves a request."""
+    """Why no 16-bit kernel for Hopper serves a request; empty where one may."""
     problem = request.problem
     return against(request) or first_reason(
         (
@@ -50,13 +50,13 @@ def against_halves(request: Request) -> str:
 
 
 def against_broadcast(request: Request) -> str:
-    """Why no kernel of Hopper computes dq for a request."""
+    """Why no kernel for Hopper computes dq for a request; empty where one may."""
     broadcast = any(request.problem.q.summed)
     return "q is broadcast, and its gradient a sum over batch entries" if broadcast else ""
 
 
 def leaves_tiles_empty(problem: Problem) -> str:
-    """Why no kernel for 16 bits is chosen by itself, though it may serve."""
+    """Why no 16-bit kernel for Hopper is chosen by default, though it could serve; or empty."""
     short = portable.is_short(problem) and not problem.joins
     return "so few queries and keys leave most of a tile of Hopper's kernels empty" if short else ""
 
@@ -73,7 +73,7 @@ def crowds_gradient(problem: Problem) -> bool:
 
 
 def only_option(problem: Problem) -> str:
-    """The softcap or the slopes, where only a bound on the right takes registers beside it."""
+    """``softcap`` or ``slopes`` where that is the only option beside a causal bound; or empty."""
     others = (
         problem.formulas, problem.cu_seqlens_q, problem.window_left, problem.offset,
         problem.q_lengths, problem.kv_lengths,
@@ -85,7 +85,7 @@ def only_option(problem: Problem) -> str:
 
 
 class WarpgroupsConfig(KernelConfig):
-    """A kernel for 16 bits: two or three warpgroups own 64 rows each, other warps load."""
+    """A kernel for 8 or 16 bits: two or three warpgroups own 64 rows each, other warps load."""
 
     for_sm90 = tensor_maps = True
     params = "BackwardSm90Params"
@@ -113,11 +113,11 @@ class WarpgroupsConfig(KernelConfig):
 
 
 class Ahead(NamedTuple):
-    """What kernels of one gradient are told."""
+    """Fields of a kernel for dq, or for dk and dv."""
 
     num_stages: int  # buffers of each streamed operand
-    #: Are the next scores multiplied while ds of this block is computed? Only where a score is a
-    #: product.
+    #: Are scores of the next block multiplied while ds of this block is computed? Ignored unless
+    #: ``Score::is_product``.
     scores_ahead: bool
 
 
@@ -128,7 +128,7 @@ def fields(
     holding: Mapping[str, bool] | None = None,
     names: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """All fields but what a kernel alone is told: its head sizes, tile and warps by its table."""
+    """All fields but those of one kernel alone; head sizes, tile and warps come from ``rows``."""
     sizes = smallest(rows, request.problem)
     values = tile_of(rows, holding or {}, sizes)
     tile = dict(zip(names or kernel.tunables, values, strict=True))
@@ -138,14 +138,14 @@ def fields(
 
 
 def panel_bytes(config: KernelConfig, rows: int, *head_dims: int) -> int:
-    """Shared memory of tiles in panels of 128 bytes."""
+    """Bytes of shared memory of tiles in panels of 128 bytes, one tile for each head size."""
     return 128 * rows * sum(-(-config.element_bytes * head_dim // 128) for head_dim in head_dims)
 
 
 def key_owner_bytes(config: KernelConfig, *kept_v: int) -> int:
-    """Tiles of k and v, rings of q, dout, lse and delta, and barriers, in whole KiB.
+    """Bytes of tiles of k and v, rings of q, dout, lse and delta, and whole KiB of barriers.
 
-    ``kept_v`` are the rows of the tile of v where they differ from the rows of the tile of k.
+    ``kept_v``: rows of the tile of v if they are not ``block_n``.
     """
     (rows_v,) = kept_v or (config.block_n,)
     kept = panel_bytes(config, config.block_n, config.head_dim)

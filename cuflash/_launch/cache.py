@@ -1,4 +1,4 @@
-"""How do a cache of keys and rotary embedding run on a GPU? Kernels that read and write arrays.
+"""How do a KV cache and rotary embedding run on a GPU? Kernels read and write the arrays.
 
 Nothing is allocated: a captured graph can be replayed.
 """
@@ -27,12 +27,12 @@ from cuflash._launch.plan import refuse_misaligned
 from cuflash._problem.layout import Layout
 from cuflash._select import hardware
 
-_NOT_MOVED = ((),)
-_MOST_PAGES = 1 << 18  # of a cache, whatever the device has
+_NOT_MOVED = ((),)  # one launch without offsets
+_MOST_PAGES = 1 << 18  # most pages of a cache on any device
 
 
 def most_pages() -> int:
-    """As many pages as the current device has two bits of shared memory for."""
+    """Most pages of a cache on the current device, whose shared memory has two bits for each."""
     limit, pages = hardware.of_device(runtime.getDevice()).limits.block_smem, _MOST_PAGES
     while CacheGrowConfig.of(pages).smem_bytes > limit:
         pages //= 2
@@ -70,7 +70,7 @@ def write(
     rotation: Rotation,
     num_pairs: int,
 ) -> None:
-    """Write new keys and values into the pages that sequences were given."""
+    """Write new keys and values into the pages of their sequences, after :func:`grow`."""
     layouts = {
         name: Layout(a.dtype.itemsize, a.strides[:2], *a.strides[2:])
         for name, a in (("k", k), ("v", v))
@@ -96,7 +96,7 @@ def take(
     parents: Array,
     kept: Array | None,
 ) -> None:
-    """Let sequences of a cache become what others were; the old arrays are scratch memory."""
+    """Give each sequence the pages of its parent sequence; the old arrays are scratch memory."""
     for old, new in ((old_table, page_table), (old_lengths, lengths)):
         cupy.copyto(old, new)
     config = CacheTakeConfig()
@@ -116,7 +116,7 @@ def turn(
     *,
     inverse: bool,
 ) -> None:
-    """Write the rows of ``x``, turned by their positions, (..) + (rows,), to ``out``."""
+    """Write the rows of ``x`` to ``out``, rotated by their positions, (..) + (rows,)."""
     *batch, rows, width = x.shape
     steps = {"x": x.strides, "out": out.strides, "positions": (0,) * x.ndim}
     sizes = {"x": x.dtype.itemsize, "out": x.dtype.itemsize, "positions": 1}
@@ -151,7 +151,7 @@ def turn(
 
 
 def _filled(layout: Layout, batch: Any) -> tuple[Any, int, int]:
-    """A layout as parameters hold it, in elements."""
+    """A layout as parameter structs hold it, in elements."""
     size = layout.itemsize
     steps = [step // size for step in batch]
     axes = steps + [0] * (MAX_BATCH_AXES - len(steps))
@@ -165,7 +165,7 @@ def _run(
     numbers: dict[str, Any],
     offsets: tuple[tuple[int, ...], ...] = _NOT_MOVED,
 ) -> None:
-    """Launch on the current stream; ``arrays`` are the pointers that parameters begin with."""
+    """Launch on the current stream; ``arrays`` are the pointers that the struct begins with."""
     filled = np.zeros(1, STRUCTS[config.params])[0]
     for name, number in numbers.items():
         filled[name] = number
@@ -176,7 +176,7 @@ def _run(
 
 
 def forget() -> None:
-    """Know no launch any more."""
+    """Drop all prepared launches."""
     _launcher.cache_clear()
 
 

@@ -18,11 +18,11 @@ from cuflash._problem.float8 import E4M3
 from cuflash._select import hardware
 
 _READ = ("float16", "bfloat16", "float32")
-_LANE_BYTES = 16  # that a lane reads at once
-_FIRST_WITH_FLOAT8 = 89  # the compute capability with conversions to 8 bits
+_LANE_BYTES = 16  # bytes that a lane reads at once
+_FIRST_WITH_FLOAT8 = 89  # first compute capability with conversions to 8 bits
 
-# CuPy computes with no 8-bit dtype: kernels see bytes. Exponents have 4 bits, biased by 7, and 3 of
-# mantissa behind them, or 5, biased by 15, and 2.
+# CuPy does not compute with 8-bit floats: kernels see bytes. e4m3 has 4 bits of exponent, biased by
+# 7, and 3 bits of mantissa; e5m2 has 5 bits, biased by 15, and 2.
 _DECODE = """
     const bool e4m3 = {e4m3};
     const unsigned int rest = bits & 0x7fu, subnormal = e4m3 ? 8 : 4, infinite = e4m3 ? 0x7f : 0x7c;
@@ -31,8 +31,8 @@ _DECODE = """
     if (rest >= infinite) size = __uint_as_float(rest == 0x7c ? 0x7f800000 : 0x7fffffff);
     y = T((bits & 0x80u ? -size : size) * factor);
 """
-# An element over its scale is exact. Where float32 cuts something off, its last bit is set: that
-# decides ties.
+# An element divided by its scale is exact. Where float32 truncates it, the last bit is set, so that
+# ties are decided as by the exact number.
 _ENCODE = """
     const bool e4m3 = {e4m3};
     const int mantissa = e4m3 ? 3 : 2, bias = e4m3 ? 7 : 15, dropped = 23 - mantissa;
@@ -51,7 +51,7 @@ _ENCODE = """
 
 
 def element_body(name: str, *, e4m3: bool, wide: bool) -> str:
-    """What a kernel does to an element; ``wide``: one of float64."""
+    """CUDA text that converts one element; ``wide``: to or from float64."""
     text = {"dequantize": _DECODE, "quantize": _ENCODE}[name]
     real, to_float = ("double", "__double2float_rz") if wide else ("float", "float")
     values = {"e4m3": str(e4m3).lower(), "real": real, "to_float": to_float}
@@ -61,7 +61,7 @@ def element_body(name: str, *, e4m3: bool, wide: bool) -> str:
 
 
 def body_of_neighbours(count: int, *, e4m3: bool, wide: bool) -> str:
-    """What a thread does that dequantises so many neighbours: it is given the first of them."""
+    """CUDA text of a thread that dequantises ``count`` neighbours; ``codes`` is the first."""
     return f"""
 const auto from = reinterpret_cast<const Neighbours<unsigned char, {count}>&>(codes);
 Neighbours<T, {count}> made;
@@ -91,7 +91,7 @@ def _quantizer(*, e4m3: bool, wide: bool) -> Any:
 def dequantized(name: str, array: Array, factor: Any, out: Array) -> None:
     """Write elements times factors into ``out``, rounded once to its dtype.
 
-    ``factor`` is a number, or an array with one of them for all of a row or of more.
+    ``factor`` is a number, or an array with one number for each row or for more.
     """
     refuse_capture(name, "an array that a kernel takes as it is, or one of 16 bits or more")
     wide = out.dtype == np.float64
@@ -104,10 +104,10 @@ def dequantized(name: str, array: Array, factor: Any, out: Array) -> None:
 def rounded_in_two_passes(
     matrices: Array, rows: int, signs: Array | None, dtype: np.dtype[Any]
 ) -> tuple[Array, Array] | None:
-    """Elements and scales by ``quantize.cu``; None where it does not serve.
+    """Elements and scales by ``quantize.cu``; None where it does not support the call.
 
-    ``matrices`` are batch + (m, d); ``rows`` have one scale, 0: all of a matrix. ``signs`` are
-    those of a rotation.
+    ``matrices`` have shape batch + (m, d). ``rows`` rows share a scale; 0: all rows of a matrix.
+    ``signs`` are the signs of a rotation, or None.
     """
     device, (*batch, m, d) = matrices.data.device_id, matrices.shape
     served = matrices.dtype.name in _READ and d in quantize.WIDTHS and matrices.size > 0

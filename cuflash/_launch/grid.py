@@ -1,4 +1,4 @@
-"""How are batch entries walked? Byte strides of operands, merged axes, what the host peels off."""
+"""How does a launch walk batch entries? Merged axes, byte strides, axes that the host walks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _GRID_LIMIT = 2**31 - 1  # thread blocks
 class Grid(NamedTuple):
     """How the batch axes of one launch are walked: see ``schedule/scheduler.cuh``."""
 
-    axes: tuple[Axis, ...]
-    peeled: tuple[Axis, ...]  # walked by the host
-    num_owners: int
-    entries_per_owner: int
+    axes: tuple[Axis, ...]  # walked by the kernel: axes of owners, then summed axes
+    peeled: tuple[Axis, ...]  # walked by the host, one launch for each index
+    num_owners: int  # batch entries, or groups of entries that share a result
+    entries_per_owner: int  # batch entries that are summed into one result
 
     def offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Byte offsets of each operand, one row per launch; an empty row moves nothing."""
+        """Byte offsets of each operand, one row per launch; an empty row is no offset."""
         columns = [*zip(*(strides for _, strides in self.peeled), strict=True)]
         return tuple(
             tuple(sum(map(operator.mul, index, column)) for column in columns)
@@ -40,7 +40,7 @@ def plan_grid(
     tiles_per_owner: int,
     max_axes: int = params.MAX_BATCH_AXES,
 ) -> Grid:
-    """Merge batch axes that all operands walk evenly; the ``summed`` axes vary fastest."""
+    """Merge batch axes along which all operands have even steps; ``summed`` axes vary fastest."""
     columns = list(zip(*strides, strict=True)) if batch else []
     axes = list(zip(batch, columns, summed, strict=True))
     owned = _merged([(extent, column) for extent, column, s in axes if not s])
@@ -67,7 +67,7 @@ def plan_grid(
 
 
 def num_tiles(problem: Problem, rows: int, block: int) -> int:
-    """Tiles of one owner; of packed sequences, as many as may be: ``score/seqlen.cuh``."""
+    """Tiles of one owner; for packed sequences the most there can be: ``Packing::first_rank``."""
     if problem.cu_seqlens_q is None:
         return -(-rows // block)
     return rows // block + problem.cu_seqlens_q.shape[0] - 1

@@ -1,4 +1,4 @@
-"""How does a kernel start? From an argument that is packed once for each set of addresses."""
+"""How is a kernel launched? With an argument that is packed once for each set of addresses."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from cuflash._jit.driver import function
 from cuflash._launch import tile_counters
 from cuflash._launch.tensor_map import Maps
 
-_LIMIT = 64  # of the arguments that one launcher keeps; a kilobyte each
-_COUNTER = struct.Struct("<Q56x")  # its address, and room up to the alignment of the maps
+_LIMIT = 64  # most packed arguments that a launcher keeps, of a kilobyte each
+_COUNTER = struct.Struct("<Q56x")  # address of a tile counter, padded to the alignment of maps
 
 
-CLUSTER = 4  # id of a CUlaunchAttribute, whose value has 64 bytes: extents
-_CLUSTER = struct.Struct("<i4x3I52x")
-_EARLY = struct.pack("<i4xi60x", 6, 1)  # the kernel may start early
+CLUSTER = 4  # id of the CUlaunchAttribute for clusters
+_CLUSTER = struct.Struct("<i4x3I52x")  # a CUlaunchAttribute: id, and 64 bytes with three extents
+_EARLY = struct.pack("<i4xi60x", 6, 1)  # attribute 6: the kernel may start early
 _LAUNCH = struct.Struct("<7I4xQQI4x")  # CUlaunchConfig: grid, block, bytes, stream, attributes
 
 
 def current_stream() -> tuple[int, bool]:
     """The stream of a call, and whether it captures.
 
-    Asked before the driver is: the question gives a new thread its context, without which tensor
-    maps cannot be encoded and nothing is launched. (D67)
+    To be called before any function of the driver: this gives a new thread its context, without
+    which tensor maps cannot be encoded and nothing is launched. (D67)
     """
     stream = cupy.cuda.get_current_stream()
     return stream.ptr, stream.is_capturing()
@@ -58,9 +58,9 @@ class KernelLauncher:
 
     The argument is the parameter struct: pointers in the order of ``names``, the bytes of
     ``params``, and for Hopper's kernels the tensor maps and the address of a tile counter.
-    ``offsets`` move the pointers of each launch where one grid does not hold all batch entries.
-    ``overlaps``: the kernel may start while the stream's last kernel still runs. ``cluster`` thread
-    blocks run at the same time.
+    ``offsets`` has a row for each launch, added to the pointers: one grid may not hold all batch
+    entries. ``overlaps``: the kernel may start while the stream's last kernel still runs.
+    ``cluster`` is the number of thread blocks in a cluster.
     """
 
     def __init__(
@@ -76,13 +76,14 @@ class KernelLauncher:
         overlaps: bool = False,
         cluster: int = 1,
     ) -> None:
-        self.kernel = kernel  # stays loaded
+        self.kernel = kernel  # keeps its module loaded
         self.grid = grid
         self.names = names
         self.params = params
         self.maps = maps
         self._offsets = offsets
-        self._drawn_on = drawn_on  # the device with the counter from which tiles are drawn
+        self._drawn_on = drawn_on  # device of the counter that tiles are drawn from, or None
+        #: (pointers, counter) -> (address of the packed argument, the argument)
         self._known: dict[tuple[tuple[int, ...], int], tuple[int, ctypes.c_char_p]] = {}
         self._launch: Callable[..., object] = functools.partial(
             driver.launchKernel, kernel.pointer, grid, 1, 1, kernel.num_threads, 1, 1,
@@ -93,7 +94,7 @@ class KernelLauncher:
             self._launch = extended_launch(kernel, grid, attribute) or self._launch
 
     def run(self, pointers: tuple[int, ...], stream: int, captured: bool = False) -> None:
-        """Launch on ``stream``; ``pointers`` are of the first ``names``, 0 where there is none."""
+        """Launch on ``stream`` with the ``pointers`` of the first ``names``; 0 if absent."""
         counter = 0
         if self._drawn_on is not None:
             counter = tile_counters.address(self._drawn_on, stream, captured)

@@ -1,4 +1,4 @@
-"""How do CuPy's kernels add, round and copy in one pass over memory, at its speed?"""
+"""How do CuPy's kernels add, round and copy in one pass, at the speed of memory?"""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import numpy as np
 
 from cuflash._arrays import Array, array_module, write_rounded
 
-#: Elements that a thread takes. In CuPy's own kernels it takes one: 16.7 M of them, copied in 16
-#: bits or rounded to these from float32, take 80 us where memory takes 16 or 24 (H200, 2026-11-28).
+#: Elements that a thread takes. A thread of CuPy's own kernels takes one: 16.7 M elements then take
+#: 80 us to be copied in 16 bits, or rounded to them from float32. Memory would take 16 or 24 us
+#: (H200, 2026-11-28).
 NEIGHBOURS = 8
 _LOAD_BYTES = 16  # the most that a thread reads or writes at once
 _BLOCK_SIZE = 256
 
-#: Neighbours in memory, which as few instructions as their alignment allows read and write.
+#: Neighbours in memory, read and written by as few instructions as their alignment allows.
 TYPES = f"""
 template <typename E, int count>
 struct alignas(count * sizeof(E) < {_LOAD_BYTES} ? count * sizeof(E) : {_LOAD_BYTES}) Neighbours {{
@@ -40,9 +41,9 @@ def write_sum(total: Array, *parts: Array) -> None:
 
 
 def in_dtype(dtype: Any, own: Array, *other: Array) -> Array:
-    """An array, or its sum with another, in ``dtype``; ``own`` is written where it has that.
+    """An array, or its sum with another, in ``dtype``.
 
-    So it has to be an array that nobody else has.
+    ``own`` is overwritten if it has that dtype: nobody else may use it.
     """
     total = own if own.dtype == dtype else array_module(own).empty(own.shape, dtype)
     if other or total is not own:
@@ -51,7 +52,7 @@ def in_dtype(dtype: Any, own: Array, *other: Array) -> Array:
 
 
 def contiguous(array: Array) -> Array:
-    """``array`` in C order, itself where it is so."""
+    """``array`` in C order; no copy if it is in C order already."""
     xp, itemsize = array_module(array), array.dtype.itemsize
     if xp is np or array.flags.c_contiguous or itemsize > np.dtype(np.uint64).itemsize:
         return xp.ascontiguousarray(array)
@@ -74,19 +75,19 @@ def _by_kernel(total: Array, *parts: Array) -> None:
 def by_neighbours(
     kernel: Callable[[int], Any], *arrays: Array, of_rows: tuple[Any, ...] = ()
 ) -> None:
-    """Run a kernel of CuPy's whose threads take several neighbours of each array, or one.
+    """Run a CuPy kernel with threads that take several neighbours of each array, or one element.
 
-    ``kernel`` is asked for by their number. Its first parameters are ``of_rows``: numbers, or
-    arrays that have one element for all of a row.
+    ``kernel`` returns the kernel for a number of neighbours. Its first parameters are ``of_rows``:
+    numbers, or arrays with one element for a whole row.
     """
     count = NEIGHBOURS if all(map(has_neighbours, arrays)) else 1
     if count > 1:
-        arrays = tuple(a[..., ::count] for a in arrays)  # their first: CuPy finds no others
+        arrays = tuple(a[..., ::count] for a in arrays)  # CuPy sees the first of each group only
     kernel(count)(*of_rows, *arrays, block_size=_BLOCK_SIZE)
 
 
 def has_neighbours(array: Array) -> bool:
-    """Whether rows consist of so many neighbours that lie where a thread can read them at once."""
+    """Whether rows consist of groups of neighbours, aligned so that a thread reads one at once."""
     itemsize = array.dtype.itemsize
     unit = min(NEIGHBOURS * itemsize, _LOAD_BYTES)
     return (
@@ -106,7 +107,7 @@ def _kernel(xp: Any, terms: int, count: int) -> Any:
 
 
 def body(terms: int, count: int) -> str:
-    """What a thread does: its parameters are references to the first of ``count`` neighbours."""
+    """CUDA text of a thread: its parameters are references to the first of ``count`` neighbours."""
     names = ("a", "b")[:terms]
     reads = "".join(
         f"const auto from_{n} = reinterpret_cast<const Neighbours<S, {count}>&>({n});\n"

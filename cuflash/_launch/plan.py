@@ -28,29 +28,29 @@ from cuflash._select.pack_gqa import with_shared_rows
 
 Layouts = Mapping[str, Layout]  # of the operands of a call, by name
 Addresses = Mapping[str, int]
-#: Operands that kernels read in the dtype that q, k and v promote to; and what they write.
+#: Operands that kernels read in the dtype to which q, k and v are promoted.
 _OF_THE_DTYPE = frozenset(("q", "k", "v", "dout"))
-_GRADIENTS = frozenset(("dq", "dk", "dv"))
+_GRADIENTS = frozenset(("dq", "dk", "dv"))  # written in ``out_dtype``
 _OF_QUERIES = frozenset(("q", "out", "dout"))  # operands with a row for each query
 #: Operands of the kernel that finds the bounds of segments, in the order of its pointers.
 _OF_SEGMENTS = ("segment_ids_q", "segment_ids_k", "segment_bounds_q", "segment_bounds_k")
 _INDEX_LIMIT = 2**31 - 2**20  # a thread block draws one index past the last tile
-_STORED_ROWS = 64  # of out, that a warpgroup stores
+_STORED_ROWS = 64  # rows of out that a warpgroup stores at a time
 
 
 class _Work(NamedTuple):
-    """What the thread blocks of a launch share out among themselves."""
+    """The work of a launch, which its thread blocks divide."""
 
-    operands: dict[str, Layout]  # of every pointer, in order; what is absent never moves
-    tiles: int  # of one owner
-    streamed_bytes: int  # that the tiles of one owner stream
+    operands: dict[str, Layout]  # of every pointer, in order; absent operands have strides of 0
+    tiles: int  # tiles of one owner
+    streamed_bytes: int  # bytes that the tiles of one owner stream
     grid: Grid
 
 
 def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
     config: Any = step.config
     row = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v)
-    summed, streamed = (False,) * len(problem.batch), 0  # axes walked inside a thread block
+    summed, streamed = (False,) * len(problem.batch), 0  # summed: axes that a thread block walks
     match config.computes:
         case "combine":
             tiles = problem.seqlen_q
@@ -135,7 +135,7 @@ def plan_launch(
 ) -> KernelLauncher:
     """Prepare the launch of one kernel of a call.
 
-    ``addresses`` are needed for tensor maps; the kernel of delta clears ``num_turns`` turns.
+    Tensor maps need the ``addresses``. The kernel of delta clears ``num_turns`` turns.
     """
     config: Any = step.config
     struct = kernel_params.with_reals(kernel_params.STRUCTS[config.params], config.real_bytes)
@@ -146,7 +146,7 @@ def plan_launch(
                 raise AssertionError(f"{name}: {layouts[name].itemsize} bytes, not {dtype}")
     filled = np.zeros(1, struct)[0]
     owners, entries = grid.num_owners, grid.entries_per_owner
-    cluster = step.splits if getattr(config, "clusters", False) else 1  # computes one tile
+    cluster = step.splits if getattr(config, "clusters", False) else 1  # thread blocks of a tile
     if config.computes == "out":
         owners *= step.splits // cluster
     elif "dq_sums" in (struct.names or ()):
@@ -188,7 +188,7 @@ def plan_launch(
             filled["score"]["seqlen_k"] = keys_to_load(problem)
             drawn_on = device if draws and blocks > hardware.multiprocessors else None
         if draws or (config.computes == "dqkv" and config.cluster_blocks == 1):
-            blocks = min(blocks, hardware.multiprocessors)  # draw one tile after the other
+            blocks = min(blocks, hardware.multiprocessors)  # persistent: they draw tiles
         elif config.computes == "dqkv":
             blocks *= config.cluster_blocks  # a cluster computes one tile
     return KernelLauncher(
@@ -205,7 +205,7 @@ def plan_launch(
 
 
 def _operand_of(step: LaunchStep, pointer: str) -> str:
-    """Which operand a pointer of a kernel is given."""
+    """Name of the operand for a pointer of a kernel."""
     if pointer == "sums" and step.sums is not None:
         return sums_of(step.gradient)
     if pointer == "dbias" and getattr(step.config, "grad_bias", False):
@@ -221,7 +221,7 @@ def _operand_of(step: LaunchStep, pointer: str) -> str:
 
 
 def plan_bounds(config: Any, problem: Problem, device: int) -> list[KernelLauncher]:
-    """Prepare the launch that finds the bounds of segments; none for packed ones without any id."""
+    """Prepare the launch that finds the bounds of segments; empty where there are no ids."""
     bounds, (q, k) = bounds_of(problem), operands_of(problem)
     num_q, num_k = q.shape[-1], k.shape[-1]
     blocks = sum(-(-n // (IDS * config.num_warps)) for n in (num_q, num_k))
@@ -276,7 +276,7 @@ def _fill_strides(filled: Any, grid: Grid, layouts: Layouts, *, packed: bool) ->
 
 
 def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresses) -> Maps | None:
-    """The tensor maps of a kernel; None where the copy engine cannot address an operand."""
+    """The tensor maps of a kernel; None where TMA cannot address an operand."""
     found = map_layouts_of(problem, layouts, config)
     if found is None:
         return None
@@ -296,7 +296,7 @@ def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresse
 def map_layouts_of(
     problem: Problem, layouts: Layouts, config: Any
 ) -> tuple[tensor_map.MapLayout, ...] | None:
-    """What the tensor maps of a kernel hold; None where the copy engine cannot, at any address."""
+    """Layouts of the tensor maps of a kernel; None where TMA cannot use one at any address."""
     forward = config.computes == "out"
     operands, tiles, _, grid = _work_of(LaunchStep(config), problem, layouts)
     if grid.peeled or (forward and grid.num_owners * tiles > _INDEX_LIMIT):
@@ -310,12 +310,12 @@ def map_layouts_of(
         if name not in _OF_QUERIES:
             rows, box = keys_to_load(problem) if forward else problem.seqlen_k, config.block_n
         batch = tuple((extent, steps[names.index(name)]) for extent, steps in grid.axes)
-        if name == "out" and of_parts:  # not stored by the copy engine
+        if name == "out" and of_parts:  # not stored by TMA
             found.append(found[0])
             continue
         own = layouts[name]
         if problem.pages is not None and name not in _OF_QUERIES:
-            # As kernels_cu/sm90/load_pages.cuh says.
+            # As kernels_cu/sm90/load_pages.cuh reads them.
             rows, box = problem.pages.size, min(problem.pages.size, config.block_n)
             batch = ((problem.pages.num_pages, own.page), *(axis for axis in batch if axis[1]))
         # An out of float32, which is stored without its map, counts as columns of 16 bits.
@@ -331,7 +331,7 @@ def map_layouts_of(
 
 
 def keys_to_load(problem: Problem) -> int:
-    """Rows of k and v that exist for every batch entry: past them TMA brings zeros."""
+    """Rows of k and v in every batch entry: beyond them TMA fills in zeros."""
     length = problem.kv_length_value
     if length is None or problem.cu_seqlens_k is not None:
         return problem.seqlen_k
@@ -351,7 +351,7 @@ def row_layout(problem: Problem, itemsize: int, strides: tuple[int, ...] | None)
 
 
 def refuse_misaligned(layouts: Layouts, addresses: Addresses) -> None:
-    """Raise for an array with elements across their natural boundaries."""
+    """Raise for an array with elements that are not aligned to their size."""
     for name, layout in layouts.items():
         size = layout.itemsize
         own = (*layout.batch, layout.row, layout.column, layout.page)

@@ -1,10 +1,10 @@
 """Was this call made before? The one cache of plans: a repeated call is one lookup.
 
-A key holds the values of all that a plan depends on: layouts, dtypes, alignment, device and
-options, but no identities, no addresses and no stream. There are two kinds of keys. A plain call
-(CuPy arrays, those of its options too, no axes, no destinations) is found before anything is
-checked: the function that is kept repeats it. Any other call is checked first, and found by its
-Problem and the layouts of its results: what is kept is the Plan that launches it.
+A key holds the values of everything that a plan depends on: layouts, dtypes, alignment, device and
+options, but no object identities, addresses or streams. There are two kinds of keys. A plain call
+(CuPy arrays, also for its options, no axes, no destinations) is found before anything is checked:
+the cache keeps a function that repeats it. Any other call is checked first, and found by its
+Problem and the layouts of its results: the cache keeps the Plan that launches it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from cuflash._arrays import Triple
 from cuflash._problem.options import Options
 
-#: Given addresses of its arrays, allocates, launches and returns the result; None where this call
-#: needs its checks after all. (D65)
+#: Takes the addresses of a call's arrays, allocates, launches and returns the result; returns None
+#: where this call needs its checks after all. (D65)
 Repeat = Callable[..., Any]
-_LIMIT = 4096
-_plans: dict[Any, Any] = {}
-_kinds: set[type] = set()  # of the arrays of plain calls
+_LIMIT = 4096  # most plans that are kept
+_plans: dict[Any, Any] = {}  # by key
+_kinds: set[type] = set()  # types of the arrays of plain calls
 
 
 def find(key: Any) -> Any:
@@ -29,7 +29,7 @@ def find(key: Any) -> Any:
 
 
 def keep(key: Any, plan: Any) -> Any:
-    """Know ``plan`` from now on."""
+    """Keep ``plan`` under this key, and return it."""
     if len(_plans) >= _LIMIT:
         _plans.clear()
     _plans[key] = plan
@@ -37,15 +37,15 @@ def keep(key: Any, plan: Any) -> Any:
 
 
 def forget() -> None:
-    """Know no plan any more, as after a change of the table of tiles."""
+    """Drop all plans, as after a change of the table of tiles."""
     _plans.clear()
 
 
 def recall(options: Options, flag: bool, operands: Triple, given: Triple | None = None) -> Any:
-    """The result of a plain call that is known, or None.
+    """The result of a plain call that the cache can repeat, or None.
 
-    ``operands`` are (q, k, v), ``given`` is (dout, out, lse) of a gradient; ``flag`` is a bool that
-    is asked for beside options.
+    ``operands`` are (q, k, v), ``given`` is (dout, out, lse) of a gradient; ``flag`` is a bool
+    argument of the call beside its options.
     """
     found = _key(options, flag, operands, given)
     if found is None:
@@ -63,7 +63,7 @@ def may_be_known(options: Options) -> bool:
 def remember(
     repeat: Repeat, options: Options, flag: bool, operands: Triple, given: Triple | None = None
 ) -> None:
-    """Know this plain call from now on; its options ``may_be_known``."""
+    """Keep ``repeat`` for this plain call; its options ``may_be_known``."""
     _kinds.add(type(operands[0]))
     found = _key(options, flag, operands, given)
     if found is not None:
@@ -73,9 +73,10 @@ def remember(
 def _key(
     options: Options, flag: bool, operands: Triple, given: Triple | None
 ) -> tuple[Any, tuple[int, ...]] | None:
-    """What a plain call is known by, and the addresses of all its arrays; None of another call.
+    """The key of a plain call, and the addresses of all its arrays; None for any other call.
 
-    A signature has the layouts of the options' arrays; options would keep the arrays alive.
+    The key has a signature with the layouts of the options' arrays: the options themselves would
+    keep the arrays alive.
     """
     found = _layouts(*operands)
     if found is None or not may_be_known(options):
@@ -99,7 +100,7 @@ def _key(
 
 
 def _layouts(a: Any, b: Any, c: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """All that plans ask of arrays but their addresses, and the addresses; None of other arrays."""
+    """What plans depend on in three arrays, and their addresses; None if they are not plain."""
     kind = type(a)
     if kind not in _kinds or type(b) is not kind or type(c) is not kind:
         return None

@@ -1,4 +1,4 @@
-"""What is a plan, and how is a plain call made again that has one? On new results each time."""
+"""What is a plan, and how is a plain call with a plan repeated? Results are new each time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from cuflash._problem.layout import Layout
 
 #: Name, shape and dtype of an array to allocate.
 New = tuple[str, tuple[int, ...], np.dtype[Any]]
-Pick = Callable[[Any], tuple[int, ...]]  # the pointers of one launch from those of a call
-_NOTHING = "nothing"  # the operand at address 0
+Pick = Callable[[Any], tuple[int, ...]]  # picks the pointers of a launch from those of a call
+_NOTHING = "nothing"  # name for absent operands, at address 0
 
 
 class Plan(NamedTuple):
-    """What calls of one kind share: their launches in order, and their scratch memory."""
+    """What calls with equal keys share: their launches in order, and their scratch memory."""
 
     launchers: tuple[KernelLauncher, ...]
     workspace: Workspace
-    layouts: dict[str, Layout]
-    steps: tuple[tuple[Callable[..., None], Pick], ...]  # what launches each, with its pointers
+    layouts: dict[str, Layout]  # by operand
+    steps: tuple[tuple[Callable[..., None], Pick], ...]  # for each launch: run, pick its pointers
 
     @classmethod
     def of(
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
         layouts: dict[str, Layout],
         operands: Mapping[str, int],
     ) -> Plan:
-        """The plan of these launches, in which no other ``operands`` have an address."""
+        """The plan of these launches. Only ``operands`` have an address; the others are absent."""
         places = {name: name for name in operands} | {"dropout_seed": "dropout_seed"}
         steps = tuple((own.run, _picking(own.names, places, _NOTHING)) for own in launchers)
         return cls(tuple(launchers), workspace, layouts, steps)
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
 
 
 def _picking(names: tuple[str, ...], places: Mapping[str, Any], nothing: Any) -> Pick:
-    """What picks the operands called ``names`` from where they are, as far as there are any."""
+    """A function that picks the operands ``names`` from ``places``, up to the last that exists."""
     last = max(number for number, name in enumerate(names) if name in places)
     return operator.itemgetter(*(places.get(name, nothing) for name in names[: max(last, 1) + 1]))
 
@@ -62,11 +62,12 @@ def repeat(
     results: tuple[New, ...],
     returned: Callable[..., Any],
 ) -> Repeat:
-    """A call that passed its checks, each time on new results, which ``returned`` wraps. (D66)
+    """A function that repeats a checked call on new results, which ``returned`` wraps. (D66)
 
-    It takes the addresses of the arrays called ``given``. In a capture nothing is allocated.
+    It takes the addresses of the arrays called ``given``. In a capture it returns None, since
+    nothing may be allocated.
     """
-    parts = plan.workspace.addresses(0)  # of memory that the pool has aligned
+    parts = plan.workspace.addresses(0)  # offsets in memory that the pool has aligned
     names = (*given, *(name for name, _, _ in results), *parts)
     places = {name: place for place, name in enumerate(names)}
     steps = [(own.run, _picking(own.names, places, -1)) for own in plan.launchers]

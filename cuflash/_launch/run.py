@@ -1,8 +1,8 @@
 """How does a call run on a GPU? Its plan, scratch memory, the order of kernels, the stream.
 
 What depends only on layouts is planned once: a call looks its plan up, writes its pointers into a
-copy of the prepared parameters and launches on the current stream. Nothing is shared between two
-launches but counters that streams own; nothing synchronises.
+copy of the prepared parameters and launches on the current stream. Two launches share nothing
+except counters that streams own. Nothing synchronises.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NOT_PACKED: Mapping[str, Array] = {}
 
 
 def _on_device(device: int) -> Any:
-    """Context in which ``device`` is current, free of charge where it is already."""
+    """Context in which ``device`` is current; it does nothing where that holds already."""
     if runtime.getDevice() == device:
         return contextlib.nullcontext()
     return cupy.cuda.Device(device)
@@ -68,12 +68,12 @@ def forward(
     so_far: Array | None = None,
     page_table: Array | None = None,
 ) -> Plan | None:
-    """Write ``out`` and, unless None, ``lse``; extents are positive but that of keys.
+    """Write ``out`` and, unless None, ``lse``; only the extent of keys may be 0.
 
-    With ``so_far``, in the dtype of lse and maybe ``out`` itself, they join the result over other
-    keys that it and ``lse`` hold: where :func:`joins_results`. A ``config`` also decides which
-    kernel runs. The portable kernel leaves out rows that belong to no packed sequence. Returns the
-    plan that was run; None where an array of the options was copied before it.
+    ``so_far`` and ``lse`` may hold a result over other keys, which is then merged: where
+    :func:`joins_results`. ``so_far`` has the dtype of lse and may be ``out`` itself. A ``config``
+    also decides which kernel runs. The portable kernel does not write rows of no packed sequence,
+    which are filled before. Returns the plan that was run; None if an option's array was copied.
     """
     if so_far is not None:
         problem = changed(problem, joins=True)
@@ -99,19 +99,19 @@ def forward(
         addresses["dropout_seed"] = options.seed or 0
         plan.run(addresses, stream, captured)
     same = _as_given(options, held)
-    del held, memory  # no sooner: another thread could be given it on this stream
+    del held, memory  # not before: another thread on this stream could get the memory
     return plan if same else None
 
 
 def _as_given(options: Options, held: Mapping[str, Array]) -> bool:
-    """Whether kernels read the caller's own arrays of options, and no copy of one."""
+    """Whether kernels read the caller's own option arrays, and no copies."""
     return all(held[name] is array for name, array in options.arrays.items())
 
 
 def repeated_forward(
     plan: Plan, problem: Problem, q: Array, options: Options, lse: Array | None
 ) -> Repeat:
-    """What repeats the call of :func:`forward` just made, on a new and thus aligned ``out``."""
+    """A function that repeats a call of :func:`forward`, on a new and thus aligned ``out``."""
     results = [("out", problem.out_shape, problem.out.dtype)]
     if lse is not None:
         results.append(("lse", problem.lse_shape, problem.lse_dtype))
@@ -132,9 +132,9 @@ def backward(
     deterministic: bool = True,
     cu_seqlens: Mapping[str, Array] = _NOT_PACKED,
 ) -> Plan | None:
-    """Write the ``gradients`` asked for, by input name; extents are positive but that of keys.
+    """Write the ``gradients``, by input name; only the extent of keys may be 0.
 
-    Returns the plan that was run; None where nothing was, or an array was converted before it.
+    Returns the plan that was run; None if nothing was run, or an array was converted before it.
     """
     if not gradients:
         return None
@@ -188,12 +188,12 @@ def backward(
                 problem, memory, lse, held["sink"], gradients["sink"], lengths, ends
             )
     same = all(map(operator.is_, saved, read)) and _as_given(options, held)
-    del held, memory  # no sooner: another thread could be given it on this stream
+    del held, memory  # not before: another thread on this stream could get the memory
     return plan if same else None
 
 
 def _read(problem: Problem, saved: Saved) -> Saved:
-    """What kernels read of ``saved``: dout in the dtype of q, statistics in that of lse."""
+    """``saved`` as kernels read it: dout in the dtype of q, lse and dlse in the dtype of lse."""
     real = problem.lse_dtype
     dout, out, lse, dlse = saved
     return Saved(
@@ -207,8 +207,8 @@ def _read(problem: Problem, saved: Saved) -> Saved:
 def repeated_backward(
     plan: Plan, problem: Problem, qkv: Triple, options: Options, saved: Saved
 ) -> Repeat | None:
-    """What repeats a call for the gradients of q, k and v; None where alignment may differ."""
-    if any(a.data.ptr & 15 for a in saved[:3]):  # of all others a known call is sure
+    """A function that repeats a call for dq, dk and dv; None where alignment may differ."""
+    if any(a.data.ptr & 15 for a in saved[:3]):  # a plain call's key has their alignments or-ed
         return None
     results = tuple(
         (f"d{name}", a.shape, problem.dtype) for name, a in zip("qkv", qkv, strict=True)
@@ -220,8 +220,8 @@ def repeated_backward(
 def workspace_size(problem: Problem, pass_name: str) -> int:
     """Bytes of scratch memory that the ``"forward"`` or ``"backward"`` of a problem needs.
 
-    Wherever its arrays lie: of a forward that splits keys, in as many parts as any kernel that may
-    serve it takes; of a backward, with float32 sums of dq if one kernel may compute all gradients.
+    They suffice for any layout of its arrays: for as many parts of the keys as any forward kernel
+    may take, and for float32 sums of dq if a one-pass kernel may compute the gradients.
     """
     own = hardware.of_device(runtime.getDevice())
     if pass_name == "forward":
@@ -248,26 +248,26 @@ def _backward_workspace(problem: Problem, steps: tuple[LaunchStep, ...]) -> Work
 
 
 def _splits_of(steps: tuple[LaunchStep, ...]) -> int:
-    """Into how many parts a forward splits its keys; 0 where it does not."""
+    """Parts of the keys that a step combines; 0 where there is no such step."""
     return next((step.splits for step in steps if step.config.computes == "combine"), 0)
 
 
 def _addresses(held: Mapping[str, Array], **operands: Array | None) -> dict[str, int]:
-    """Where the operands of a call lie, by the names of the kernels' pointers."""
+    """Addresses of the operands of a call, by the names of the kernels' pointers."""
     if held:
         operands |= held
     return {name: array.data.ptr for name, array in operands.items() if array is not None}
 
 
 def _first_entry(problem: Problem) -> dict[str, int]:
-    """The number of the first batch entry of a part of a call, which is patched like an address."""
+    """The number of the first batch entry of a part of a call, passed like an address."""
     return {"entry_number": problem.origin.entry} if problem.origin.entry else {}
 
 
 def joins_results(problem: Problem, qkv: Triple, options: Options) -> bool:
-    """Whether the kernel of a call can let its results join those over other keys.
+    """Whether the kernel of a call can merge its result with a result over other keys.
 
-    The arrays of results lie in C order, where any kernel can write.
+    Result arrays are in C order, so that any kernel can write them.
     """
     problem = changed(problem, formulas=formulas_of(options))
     aligned = not any(a.data.ptr % tensor_map.ALIGNMENT for a in qkv)
@@ -279,7 +279,7 @@ def _joins_results(problem: Problem, device: int, aligned: bool) -> bool:
     layouts = layouts_of(problem, {"out": problem.out})
 
     def has_maps(_problem: Problem, _layouts: Mapping[str, Layout], config: KernelConfig) -> bool:
-        # Of each entry by itself: those that join are not packed into one (``pack_gqa.py``).
+        # Layouts of single entries: results that join are not merged by ``pack_gqa.py``.
         return aligned and map_layouts_of(problem, layouts, config) is not None
 
     steps = choose(problem, hardware.of_device(device), Access(layouts, has_maps))
@@ -298,9 +298,9 @@ def _prepared(
     override: Any = None,
     deterministic: bool = True,
 ) -> tuple[Plan, Array | None]:
-    """The plan of a call, known or new, and its scratch memory, which joins the ``addresses``.
+    """The plan of a call, cached or new, and its scratch memory, which is added to ``addresses``.
 
-    By ``laid_out``, the problem and the alignment a plan is known.
+    The key of a plan is made of the problem, the alignments and ``laid_out``.
     """
     bits, out_bits = addresses["q"] | addresses["k"] | addresses["v"], addresses["out"] & 15
     bits = (bits if wanted is None else bits | addresses["dout"]) & 15
@@ -336,7 +336,7 @@ def _prepared(
 
 
 def _memory(scratch: Workspace, workspace: Array | None, addresses: dict[str, int]) -> Array | None:
-    """Scratch memory of a call, the caller's or new; its parts join the ``addresses``."""
+    """Scratch memory of a call, the caller's or new; its parts are added to ``addresses``."""
     if not scratch.size:
         return None
     if workspace is None:
@@ -358,12 +358,12 @@ def _memory(scratch: Workspace, workspace: Array | None, addresses: dict[str, in
 
 
 def _written(problem: Problem, gradients: dict[str, Array]) -> dict[str, Array]:
-    """What kernels write: ``gradients``, but new zeros where q, k or v was promoted to their dtype.
+    """Arrays for kernels to write: ``gradients``, or new zeros where q, k or v was promoted.
 
-    Zeros, since kernels write no row that belongs to no packed sequence.
+    Zeros, since kernels do not write rows that belong to no packed sequence.
     """
     dtypes = {n: gradients[n].dtype for n in ("q", "k", "v") if n in gradients}
-    if set(dtypes.values()) == {problem.lse_dtype}:  # sums, which nothing rounds
+    if set(dtypes.values()) == {problem.lse_dtype}:  # kernels write sums without rounding
         return gradients
     other = [n for n, dtype in dtypes.items() if dtype != problem.dtype]
     if other:
@@ -374,9 +374,9 @@ def _written(problem: Problem, gradients: dict[str, Array]) -> dict[str, Array]:
 def layouts_of(
     problem: Problem, others: Mapping[str, Operand], **rows: Array | None
 ) -> dict[str, Layout]:
-    """Layouts of all that the kernels of a call read and write but sums.
+    """Layouts of all arrays that the kernels of a call read and write, except sums.
 
-    ``others`` are matrices beside q, k and v; ``rows`` arrays with a number for each query.
+    ``others`` are matrices beside q, k and v. ``rows`` are arrays with one number for each query.
     """
     matrices = {"q": problem.q, "k": problem.k, "v": problem.v, **others}
     if problem.pages is not None:

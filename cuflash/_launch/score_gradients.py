@@ -1,4 +1,4 @@
-"""How do kernels get the gradients of bias, slopes, sink and scale? By sums, which are added up."""
+"""How do sums of kernels become the gradients of bias, slopes, sink and scale?"""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _GROUP = 32  # rows that are added at once
 def write(
     problem: Problem, name: GradOf, own: ScoreSums, sums: Array, gradient: Array, ends: Array | None
 ) -> None:
-    """Add up what is left to add, and write it as the gradient of the input ``name``.
+    """Add up what is left to add of ``sums``, and write the gradient of the input ``name``.
 
-    ``ends`` says where packed sequences of queries end.
+    ``ends`` is cu_seqlens_q, or None where sequences are not packed.
     """
     if name == "scale":
         gradient[...] = sums.sum()
@@ -49,7 +49,7 @@ def write(
 
 
 def layout(problem: Problem, gradient: Array) -> Layout:
-    """Where a kernel writes the gradient of a bias itself."""
+    """Layout of the gradient of a bias, where a kernel writes it itself."""
     return Layout.of(_canonical(problem, gradient, gradient.shape[-2:])[0])
 
 
@@ -64,8 +64,8 @@ def write_sink(
 ) -> None:
     """Write the gradient of the sink, from lse and delta of every query.
 
-    Of its statistics in ``rows`` a query that sees nothing has a delta of 0. Rows beyond
-    ``lengths``, an array of ``q_lengths``, are no queries, whatever is said of them.
+    ``rows`` holds lse and delta of each query; a query that sees no key has a delta of 0. Rows
+    beyond ``lengths``, the array of ``q_lengths``, do not count, whatever ``rows`` holds there.
     """
     dtype = problem.lse_dtype
     count = 2 * math.prod(problem.batch) * problem.seqlen_q
@@ -73,7 +73,7 @@ def write_sink(
     delta = statistics.reshape(*problem.batch, problem.seqlen_q, 2)[..., 1]
     lse = lse.reshape(delta.shape)
     lse = cupy.where(cupy.isneginf(lse), np.inf, lse)
-    if sink.dtype == np.float64 != dtype:  # what is finite stays so
+    if sink.dtype == np.float64 != dtype:  # finite scores stay finite
         limit = float(np.finfo(np.float32).max)
         sink = cupy.where(cupy.isinf(sink), sink, cupy.clip(sink, -limit, limit))
     score = _canonical(problem, sink, ())[1].astype(dtype)
@@ -83,18 +83,18 @@ def write_sink(
     if problem.q_length_value is not None:
         shares = cupy.where(places < problem.q_length_value, shares, 0)
     if lengths is not None and problem.q_lengths is not None:
-        own = of_rows(canonical_view(lengths, problem.q_lengths))  # it may be a copy of few numbers
+        own = of_rows(canonical_view(lengths, problem.q_lengths))  # they may be an unbroadcast copy
         shares = cupy.where(places < own, shares, 0)
     sums = -shares.sum(-1) if ends is None else of_sequences(-shares, ends)
     write_rounded(view, _added(sums, operand.summed))
 
 
 def _of_rows(problem: Problem, ends: Array | None) -> tuple[Callable[[Array], Array], Array]:
-    """What makes a value of each entry one of each row (.., m), and where rows lie in theirs."""
+    """A function from values of entries to values of rows (.., m), and each row's query index."""
     rows = cupy.arange(problem.seqlen_q)
     if ends is None:
         return lambda values: values[..., None], rows
-    numbers = cupy.searchsorted(ends[1:-1], rows, side="right")  # of sequences, which come first
+    numbers = cupy.searchsorted(ends[1:-1], rows, side="right")  # the sequence of each row
 
     def of_rows(values: Array) -> Array:
         each = cupy.broadcast_to(values, (ends.size - 1, *values.shape[1:]))
@@ -106,8 +106,8 @@ def _of_rows(problem: Problem, ends: Array | None) -> tuple[Callable[[Array], Ar
 def of_sequences(rows: Array, ends: Array) -> Array:
     """Sums over the rows (.., total) of each packed sequence: (sequences, ..), in float64.
 
-    The rows before and behind whole groups are added, and groups in the same way: what other
-    sequences hold has no part in a sum, and none in its rounding.
+    Rows before and after whole groups of ``_GROUP`` are added, then sums of groups in the same way.
+    So rows of other sequences change neither a sum nor its rounding.
     """
     ends = cupy.clip(ends, 0, rows.shape[-1]).astype(np.int64)
     begin, end = ends[:-1], ends[1:]

@@ -22,8 +22,8 @@ from cuflash._problem.problem import Problem, changed
 _LENGTHS = tuple(name for name, (option, _) in ARRAYS.items() if option.from_host)
 _SEGMENTS = ("segment_ids_q", "segment_ids_k")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k")
-_INTEGERS = {np.dtype(np.int32), np.dtype(np.int64)}  # that kernels read
-_UNBOUNDED = 1 << 60  # of offsets and windows
+_INTEGERS = {np.dtype(np.int32), np.dtype(np.int64)}  # dtypes that kernels read
+_UNBOUNDED = 1 << 60  # largest offset and window that kernels get
 _DISTANCE = 1 << 30  # no key is that far from a query
 
 
@@ -60,7 +60,7 @@ def recomputes_far_rows(problem: Problem) -> bool:
 
 
 def layouts(problem: Problem) -> dict[str, Layout]:
-    """Layouts of the arrays that are there, by name."""
+    """Layouts of the option arrays that a problem has, by name."""
     named = {name: getattr(problem, name) for name in (*ARRAYS, *_PACKING)}
     found = {name: _layout(problem, name, o) for name, o in named.items() if o is not None}
     if problem.segment_ids_q is not None:
@@ -88,9 +88,10 @@ def arrays_of(
 ) -> tuple[Problem, dict[str, Array]]:
     """The problem with the layouts of the arrays of score options, and these arrays by name.
 
-    Lengths, offsets and segments of an unusual integer type, in host memory or, segments, not
-    contiguous, are copied, each in its own size. The caller holds the arrays until its last launch,
-    so that no other call gets their memory.
+    Kernels read int32 and int64. Lengths and offsets of other dtypes or in host memory are copied
+    without broadcasting. So are segment ids and cu_seqlens, unless both arrays are contiguous and
+    of one of these dtypes. The caller holds the arrays until its last launch: no other call may get
+    their memory before.
     """
     formulas = formulas_of(options)
     if not options.arrays and not cu_seqlens and formulas is None:
@@ -125,7 +126,10 @@ def _copied(operand: Operand, strides: tuple[int, ...]) -> Operand:
 
 
 def _as_int64(integers: Array, others: set[np.dtype[Any]]) -> Array:
-    """In C order, equal to arrays of ``others`` where they were: a uint64 is no negative number."""
+    """As int64 in C order, equal to the same ids of arrays with dtypes ``others`` as before.
+
+    Where one dtype is uint64 and one is signed, uint64 above int64 become -1 and negative ids -2.
+    """
     xp, dtype = array_module(integers), integers.dtype
     if dtype == np.uint64 and any(other.kind == "i" for other in others):
         return xp.where(integers > np.iinfo(np.int64).max, -1, integers.astype(np.int64))

@@ -1,7 +1,7 @@
 """How many owners start their heaviest tiles together, longest processing time first?
 
-An owner is what the tiles of one grid row belong to: a batch entry and its head. Tiles of one owner
-stream the same operands and find them in the L2 cache if they run at the same time.
+An owner is a batch entry of one head, or the entries that share one result. Its tiles stream the
+same operands, and find them in the L2 cache if they run at the same time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cuflash._select.hardware import Hardware
 
 
 def even_sections(num_owners: int, limit: int) -> int:
-    """Owners of each section if none may have many more than ``limit``; see ``scheduler.cuh``."""
+    """Owners of each section: about ``limit``, for even sections; see ``scheduler.cuh``."""
     return num_owners // -(-num_owners // max(limit, 1))
 
 
@@ -22,7 +22,7 @@ def owners_per_section(
 ) -> int:
     """Owners of each section; ``streamed`` are the bytes that the tiles of one owner stream.
 
-    Sections are of even size: a small last one would end in a tail.
+    Sections have even sizes: a small last section would end in a tail.
     """
     if config.tensor_maps and config.computes == "out":
         limit = _owners_side_by_side(problem, config, num_blocks, own.multiprocessors)
@@ -34,20 +34,20 @@ def owners_per_section(
 
 
 def _most_owners(config: Any, streamed_bytes: int, own: Hardware) -> int:
-    """As many owners as balance the load, while they share what they stream.
+    """Most owners of a section: they balance the load, and share what they stream.
 
-    In general their streamed operands fit half of the L2 cache, but there are as many owners as
-    leave about eight thread blocks to each.
+    In general the streamed operands of a section fit half of the L2 cache, but a section has at
+    least as many owners as leave about eight thread blocks to each.
 
     dk and dv on Hopper, with one thread block for each SM, always leave eight to each owner:
-    docs/backward-sm90.md. Their tiles begin at different queries and share less than the tiles of
-    dq. Pairs of thread blocks leave each owner sixteen pairs, but eight where tiles add in order
-    under a causal bound and have fewer others to wait for. Tiles of the fused backward that add in
-    any order leave sixteen, which share more of what they stream. Tiles that add in order wait for
-    the tiles of their owner that start with them: below head size 128 more owners start together,
-    up to half as many as there are SMs, as long as the L2 cache holds what they stream, keep and
-    sum, thrice what is streamed; half of the cache without a causal bound, where all rows are under
-    way. (D21)
+    docs/backward-sm90.md. Their tiles begin at different queries and share less than tiles of dq.
+    Pairs of thread blocks leave sixteen pairs to each owner, but eight where tiles add in order
+    under a causal bound, and wait for fewer others. One-pass tiles that add in any order leave
+    sixteen thread blocks, which share more of what they stream. One-pass tiles that add in order
+    wait for the tiles of their owner that start with them: below head size 128 more owners start
+    together, up to half the number of SMs. The L2 cache has to hold what these owners stream, keep
+    and sum, thrice what they stream. Without a causal bound, where all rows are under way, half of
+    the cache has to. (D21)
     """
     sms, cache, fused = own.multiprocessors, own.l2_bytes, config.computes == "dqkv"
     if config.cluster_blocks > 1:
@@ -63,12 +63,13 @@ def _most_owners(config: Any, streamed_bytes: int, own: Hardware) -> int:
 
 
 def _owners_side_by_side(problem: Problem, config: Any, num_blocks: int, sms: int) -> int:
-    """The same for the persistent thread blocks of Hopper's forward: docs/forward-sm90.md."""
-    if problem.cu_seqlens_q is not None:  # each owner leaves 16 tiles that share keys (D13)
+    """Most owners of a section of Hopper's forward, which is persistent: docs/forward-sm90.md."""
+    if problem.cu_seqlens_q is not None:  # 16 tiles of each owner run at once and share keys (D13)
         return sms // 16
     if not config.window_right:
         return 1
-    # As many as 8 MiB hold, but 16 if 64 MiB hold them, and as many as give each SM a tile, or 16.
+    # As many owners as stream 8 MiB, or up to 16 that stream 64 MiB; but as many as give each SM a
+    # tile, up to 16.
     keys = problem.seqlen_k
     if problem.window_keys is not None:
         keys = min(keys, problem.window_keys)

@@ -1,4 +1,4 @@
-"""How does the copy engine of Hopper see an array? Tensor maps, encoded by the driver."""
+"""How is an array described to TMA, Hopper's copy engine? By a tensor map of the driver."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cuflash._kernels.params import MAP_ALIGNMENT, MAP_BYTES
 
 #: Batch axes that a map holds beside its rows and columns.
 BATCH_AXES = 3
-#: Of a row of a box: the span of the swizzle.
+#: Bytes of a row of a box: the span of the swizzle.
 _BOX_BYTES = 128
-ALIGNMENT = 16
+ALIGNMENT = 16  # bytes; of addresses and strides
 _STRIDE_LIMIT = 1 << 40
 _EXTENT_LIMIT = 1 << 32
 
@@ -28,15 +28,15 @@ _FLOAT_OOB_FILL_NONE = 0
 
 
 class MapLayout(NamedTuple):
-    """Everything that a map encodes but the address. Innermost axis first; strides in bytes.
+    """Everything that a map encodes except the address. Innermost axis first; strides in bytes.
 
-    Boxes have 128 bytes of columns and ``box_rows`` rows of one batch entry; what
-    lies outside the array is read as zeros and not written.
+    Boxes have 128 bytes of columns and ``box_rows`` rows of one batch entry. Elements outside the
+    array are read as zeros and not written.
     """
 
     dtype: str
     extents: tuple[int, ...]  # columns, rows, batch axes 2, 1 and 0 of the launch
-    strides: tuple[int, ...]  # of all but the columns
+    strides: tuple[int, ...]  # of all axes except the columns
     box_rows: int
 
 
@@ -47,9 +47,9 @@ def map_layout(
     batch: tuple[tuple[int, int], ...],
     box_rows: int,
 ) -> MapLayout | None:
-    """Layout from pairs (extent, byte stride), ``batch`` slowest first; None where TMA cannot.
+    """Layout from pairs (extent, byte stride), ``batch`` slowest first; None if TMA cannot use it.
 
-    Axes along which an array is broadcast (stride 0) get extent 1; their coordinate has to be 0.
+    Axes along which an array is broadcast (stride 0) get extent 1. Their coordinate has to be 0.
     """
     if len(batch) > BATCH_AXES:
         return None
@@ -75,9 +75,9 @@ class Maps:
         self._encoded = b""
 
     def at(self, addresses: tuple[int, ...]) -> bytes:
-        """All maps, in order, of the first of these addresses.
+        """All maps, in order, for as many of these addresses as there are maps.
 
-        Addresses are all of a map that the layouts do not hold: none can be stale.
+        A map depends on its layout and this address alone: no map can be stale.
         """
         addresses = addresses[: len(self.layouts)]
         if not self._encoded:
@@ -109,7 +109,7 @@ def encode(layout: MapLayout, address: int) -> bytes:
 
 
 def with_addresses(maps: bytes, addresses: tuple[int, ...]) -> bytes:
-    """The same maps of arrays that lie at ``addresses``: that takes less time than encoding."""
+    """The same maps with other ``addresses``, in less time than encoding takes."""
     memory, offset = _room(len(maps))
     first = ctypes.addressof(memory) + offset
     ctypes.memmove(first, maps, len(maps))
@@ -122,6 +122,6 @@ def with_addresses(maps: bytes, addresses: tuple[int, ...]) -> bytes:
 
 
 def _room(size: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
-    """Memory of one call, since threads share none, and where in it a map may begin."""
+    """New memory for one call, as threads may not share it, and the aligned offset of a map."""
     memory = (ctypes.c_char * (size + MAP_ALIGNMENT))()
     return memory, -ctypes.addressof(memory) % MAP_ALIGNMENT

@@ -1,4 +1,4 @@
-"""From what do persistent thread blocks draw their tiles? From a counter that each stream owns."""
+"""Where do persistent thread blocks draw their tiles from? From a counter of their stream."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ class TileCounters:
     """The counters of the current device.
 
     A counter is 0 between launches: the last draw of a launch wraps it. Launches on one stream
-    follow each other and share a counter, as they share memory of CuPy's pool. A stream is known by
-    its handle and the driver's number of it: the driver gives the handle of a stream that was
-    destroyed to the next one, with work of the first still in flight. A launch that a graph
-    captures may be replayed on any stream, and owns one for ever.
+    follow each other and share a counter, as they share memory of CuPy's pool. A stream is
+    identified by its handle and its number in the driver: the driver may give the handle of a
+    destroyed stream to a new one while work of the old one is in flight. A launch that a graph
+    captures may be replayed on any stream, and owns a counter for ever.
     """
 
     def __init__(self) -> None:
-        self._memory = cupy.cuda.Memory(_NUM_COUNTERS * _COUNTER_BYTES)  # of no pool
+        self._memory = cupy.cuda.Memory(_NUM_COUNTERS * _COUNTER_BYTES)  # not from a pool
         stream = cupy.cuda.Stream(non_blocking=True)
         runtime.memsetAsync(self._memory.ptr, 0, self._memory.size, stream.ptr)
         stream.synchronize()
         first = self._memory.ptr
         self._free = iter(range(first, first + self._memory.size, _COUNTER_BYTES))
-        self._of_stream: dict[tuple[int, int], tuple[int, int]] = {}  # number, counter
+        #: (handle, thread or 0) -> (number, address of the counter)
+        self._of_stream: dict[tuple[int, int], tuple[int, int]] = {}
 
     def for_launch(self, stream: int, captured: bool) -> int:
         """Address of a counter, or 0 where none is left."""
@@ -60,7 +61,7 @@ _of_device: dict[int, TileCounters] = {}
 
 
 def address(device: int, stream: int, captured: bool) -> int:
-    """Address of a counter; 0 where none can be had, and tiles are dealt out in advance."""
+    """Address of a counter; 0 where there is none, and tiles are dealt out in advance."""
     counters = _of_device.get(device)
     if counters is None:
         if captured:  # no memory can be allocated (D70)
@@ -70,7 +71,7 @@ def address(device: int, stream: int, captured: bool) -> int:
 
 
 def _stream_number(stream: int) -> int | None:
-    """The driver's number of a stream, which no other stream ever has; None for no stream."""
+    """The driver's number of a stream, which is never reused; None for an invalid handle."""
     number = ctypes.c_ulonglong()
     error = driver.function("cuStreamGetId")(stream, ctypes.byref(number))
     return None if error else number.value

@@ -1,8 +1,8 @@
 """What does a call keep in scratch memory, and where?
 
-In this order: lse and delta of each query row, bounds of segment ids, the semaphore ("turns") of
-the tiles that add to dq, their float32 sums of dq, and dk and dv of every part of the queries; or
-out and lse of every part of the keys.
+A gradient has in this order: lse and delta of each query row, bounds of segment ids, the semaphore
+("turns") of the tiles that add to dq, their float32 sums of dq, and dk and dv of every part of the
+queries. A forward has the bounds, and out and lse of every part of the keys.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from cuflash._problem.problem import Problem
 _FLOAT_BYTES = 4
 _SUMS_ALIGNMENT = 128
 _BOUNDS_ALIGNMENT = 16  # a pair of the largest ids is read at once
-_SLICE_ROWS = 16
+_SLICE_ROWS = 16  # rows of a slice of a warp
 
 
 class Workspace(NamedTuple):
     """The parts of a call's scratch memory, in bytes."""
 
     statistics: int  # lse and delta of each query row
-    bounds: int
-    bounds_of_keys: int  # where they begin among the bounds
-    num_turns: int  # numbers of 4 bytes
-    sums: int
-    alignment: int
-    size: int  # of all parts, wherever the memory begins
-    out_parts: int = 0  # of split keys
-    lse_parts: int = 0
-    dkv_parts: int = 0  # of split queries
+    bounds: int  # bounds of segment ids
+    bounds_of_keys: int  # offset of the bounds of keys among the bounds
+    num_turns: int  # a counter of drawn tiles, and turns: numbers of 4 bytes
+    sums: int  # float32 sums of dq
+    alignment: int  # of the memory
+    size: int  # of all parts, at whatever aligned address the memory begins
+    out_parts: int = 0  # out of all parts of the keys
+    lse_parts: int = 0  # lse of all parts of the keys
+    dkv_parts: int = 0  # dk and dv of all parts of the queries
 
     @classmethod
     def of(
         cls, problem: Problem, backward: bool, fused: Any = None, splits: int = 0, dq_sums: int = 1
     ) -> Workspace:
-        """Of one call; ``fused`` is the configuration of a kernel of all gradients.
+        """The scratch memory of a call; ``fused`` is the configuration of a one-pass kernel.
 
         ``splits`` are the parts of the keys of a forward, or of the queries of a gradient; 0 where
         they are not split.
@@ -69,7 +69,7 @@ class Workspace(NamedTuple):
         )  # fmt: skip
 
     def addresses(self, start: int) -> dict[str, int]:
-        """Where the parts lie that are there, by the names of the kernels' pointers."""
+        """Addresses of the parts that are not empty, by the names of the kernels' pointers."""
         found = {"rows": start} if self.statistics else {}
         bounds = start + self.statistics
         if self.bounds:
@@ -87,13 +87,16 @@ class Workspace(NamedTuple):
         return found
 
     def of_lse_parts(self, memory: Any) -> Any:
-        """The bytes of scratch memory that are lse of parts."""
+        """The bytes of ``memory`` that hold lse of the parts of the keys."""
         first = self.addresses(memory.data.ptr)["lse_parts"] - memory.data.ptr
         return memory.reshape(-1).view("u1")[first : first + self.lse_parts]
 
 
 def parts_layouts(problem: Problem, splits: int) -> dict[str, Layout]:
-    """Rows of (parts, head_dim_v) and of (parts,), entries in C order."""
+    """Layouts of out_parts, with rows (parts, head_dim_v), and of lse_parts, with rows (parts,).
+
+    Batch entries are in C order.
+    """
     size = problem.lse_dtype.itemsize
     found = {}
     for name, row in (
@@ -108,14 +111,14 @@ def parts_layouts(problem: Problem, splits: int) -> dict[str, Layout]:
 
 
 def statistics_bytes(problem: Problem) -> int:
-    """Bytes of what the backward keeps of one query row."""
+    """Bytes of lse and delta of one query row."""
     return 2 * problem.lse_dtype.itemsize
 
 
 def _entry_bytes(problem: Problem, config: Any) -> int:
     """Bytes of the sums of dq of one batch entry, in whole slices of rows.
 
-    Of packed sequences in whole blocks, as many as there may be.
+    Packed sequences have whole blocks, as many as there can be.
     """
     rows = -(-problem.seqlen_q // _SLICE_ROWS) * _SLICE_ROWS
     if problem.cu_seqlens_q is not None:
@@ -124,7 +127,7 @@ def _entry_bytes(problem: Problem, config: Any) -> int:
 
 
 def _all_bytes(problem: Problem, config: Any) -> int:
-    """Bytes of one of the sums of dq."""
+    """Bytes of one sum of dq of all batch entries."""
     return math.prod(problem.batch) * _entry_bytes(problem, config)
 
 
@@ -136,9 +139,9 @@ def _part_bytes(problem: Problem, config: Any) -> int:
 
 
 def dq_sums_layout(problem: Problem, config: Any) -> Layout:
-    """Batch entries in C order; within an entry as ``kernels_cu/sm90/dq_accum.cuh`` says.
+    """Batch entries in C order; within an entry as in ``kernels_cu/sm90/dq_accum.cuh``.
 
-    From "row" to row there are the sums of all entries, where dq has several.
+    Where dq has several sums, the row stride leads from one sum of all entries to the next.
     """
     entry = _entry_bytes(problem, config)
     steps = itertools.accumulate(problem.batch[:0:-1], int.__mul__, initial=entry)

@@ -1,4 +1,4 @@
-"""Where do the arrays of a call lie, as far as the choice of kernels depends on it?"""
+"""Which layouts and alignments of a call's arrays does the choice of kernels depend on?"""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from cuflash._problem.layout import Layout
 from cuflash._problem.option_table import of_stages
 from cuflash._problem.problem import Problem
 
-_TMA_BYTES = 16  # what rows are multiples of that the copy engine loads
-#: Arrays that all rows of an entry share: options with other arrays keep rows apart in any case.
+_TMA_BYTES = 16  # TMA loads rows that are multiples of so many bytes
+#: Option arrays with one value for all rows of an entry. PackGQA excludes options with others.
 _OPTIONS = tuple(
     name for o in of_stages("place", "row") for name in o.arrays if name != "q_lengths"
 )
@@ -22,14 +22,14 @@ class Access(NamedTuple):
     """Layouts and alignment of a call's arrays, by the names of the kernels' pointers."""
 
     layouts: Layouts
-    #: Whether Hopper's copy engine can load the operands of a kernel by tensor maps.
+    #: Whether TMA can load the operands of a kernel, as tensor maps describe them.
     has_maps: Callable[[Problem, Layouts, KernelConfig], bool]
-    address_bits: int = 0  # the last four bits of the addresses of q, k, v and dout, by or
-    out_bits: int = 0  # the same of dout and out
-    look_up_bits: int = 0  # the same of a bias and a mask
+    address_bits: int = 0  # low four bits of the addresses of q, k, v and dout, or-ed
+    out_bits: int = 0  # low four bits of the addresses of dout and out, or-ed
+    look_up_bits: int = 0  # low four bits of the addresses of a bias and a mask, or-ed
 
     def copy_bytes(self, problem: Problem, *names: str, address_bits: int | None = None) -> int:
-        """Widest copy that the rows of these arrays allow."""
+        """Bytes of the widest copy that the rows of these arrays allow."""
         bits = self.address_bits if address_bits is None else address_bits
         columns = {"q": problem.head_dim, "k": problem.head_dim}
         return min(
@@ -39,11 +39,11 @@ class Access(NamedTuple):
 
 
 def in_c_order(problem: Problem, *, backward: bool = False) -> Access:
-    """Access to aligned arrays as a problem lays them out: what is planned for without arrays."""
+    """Access to aligned arrays with the layouts of a problem, for plans without arrays."""
     ndim = len(problem.batch)
     layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v", "out")}
     if backward:
-        layouts["dout"] = layouts["out"] = layouts["v"]  # as wide, in C order like it
+        layouts["dout"] = layouts["out"] = layouts["v"]  # as wide as v, and in C order
     if problem.pages is not None:
         layouts["page_table"] = Layout.of(problem.pages.table)
     for name in _OPTIONS:
@@ -55,14 +55,14 @@ def in_c_order(problem: Problem, *, backward: bool = False) -> Access:
 
 
 def of_any_arrays(problem: Problem) -> Access:
-    """Access that lets every gradient kernel serve: what a workspace has to suffice for."""
+    """Access with which every gradient kernel is eligible: a workspace must suffice for all."""
     return in_c_order(problem, backward=True)._replace(has_maps=lambda *_: True)
 
 
 def forward_of_any_arrays(problem: Problem) -> Iterator[Access]:
-    """Between them every kernel serves a forward, and rows of out are joined up to any axis.
+    """Accesses that cover all forward kernels, and PackGQA of any number of last batch axes.
 
-    What a workspace has to suffice for, wherever the arrays of the call lie.
+    A workspace must suffice for each of them, whatever the layouts of a call's arrays are.
     """
     layouts = in_c_order(problem).layouts
     out = layouts["out"]
@@ -74,7 +74,7 @@ def forward_of_any_arrays(problem: Problem) -> Iterator[Access]:
 
 
 def rows_fit_tensor_maps(problem: Problem) -> bool:
-    """Whether rows of q, k and v are multiples of what the copy engine loads."""
+    """Whether rows of q, k and v are multiples of 16 bytes, as TMA needs."""
     columns = {"q": problem.head_dim, "k": problem.head_dim, "v": problem.head_dim_v}
     return all(
         Layout.of(getattr(problem, name)).copy_bytes(width, 0) == _TMA_BYTES

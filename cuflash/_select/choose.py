@@ -1,7 +1,7 @@
-"""Which kernels, with which tiles, does a call launch? The one choice: plans and launches ask it.
+"""Which kernels, with which tiles, does a call launch? Plans and launches share this choice.
 
-Of the kernels of one result, best first, the first is taken that serves the problem on the hardware
-and can load the arrays where they lie: ``cuflash/_kernels/registry.py``.
+``cuflash/_kernels/registry.py`` lists the kernels of each result, best first. The first that serves
+the problem on the hardware and can load the arrays without copies is taken.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cuflash._select.override import BackwardConfigs, with_override
 from cuflash._select.pack_gqa import with_shared_rows
 from cuflash._select.score_sums import SUMMED, ScoreSums, score_sums
 
-#: The kernels of q, k and v that every architecture has.
+#: Kernels of out, dq, dk and dv on every architecture.
 PORTABLE = frozenset(("forward_sm80", "backward_dq_sm80", "backward_dkv_sm80"))
 _ALL = frozenset("qkv")
 
@@ -40,21 +40,19 @@ class LaunchStep(NamedTuple):
     """One kernel that a call launches."""
 
     config: KernelConfig
-    gradient: str = ""  # the input, other than q, k and v, whose gradient it sums
-    sums: ScoreSums | None = None  # what it writes for that
-    #: Parts of the keys or, of a gradient, of the queries: each leaves results for one step that
-    #: combines them.
-    splits: int = 1
-    dq_sums: int = 1  # that one step adds up
+    gradient: str = ""  # "bias", "alibi_slopes" or "scale", if it writes sums for that gradient
+    sums: ScoreSums | None = None  # these sums
+    splits: int = 1  # parts of the keys (forward) or queries (gradient), combined in the end
+    dq_sums: int = 1  # float32 sums of dq, which BackwardConvertConfig adds up
 
 
 class Wanted(NamedTuple):
     """The gradients that a call asks for."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # of the inputs by name; any for q, k and v
-    out_dtype: np.dtype[Any] | None = None  # in which out is read; None: that of q
+    shapes: Mapping[str, tuple[int, ...]]  # of each input by name; not used for q, k and v
+    out_dtype: np.dtype[Any] | None = None  # dtype of out; None: the dtype of q
     grad_lse: bool = False  # is there a cotangent of lse?
-    dtype: np.dtype[Any] | None = None  # of the gradients of q, k and v; None: that of q
+    dtype: np.dtype[Any] | None = None  # dtype of dq, dk and dv; None: the dtype of q
 
     @classmethod
     def of(cls, names: str) -> Wanted:
@@ -63,16 +61,16 @@ class Wanted(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What every step of one call is chosen by."""
+    """What the choice of every step of a call depends on."""
 
     request: Request
     hardware: Hardware
     access: Access
-    only: frozenset[str] | None  # names of the kernels of q, k and v that may be taken
+    only: frozenset[str] | None  # names of the kernels of out, dq, dk and dv to choose from
 
 
 def request_of(problem: Problem, hardware: Hardware, copy_bytes: int, **given: Any) -> Request:
-    """What kernels are asked for a problem on a device."""
+    """The request for kernels for a problem on a device."""
     return Request(
         problem, hardware.capability, hardware.limits.block_smem, hardware.multiprocessors,
         copy_bytes, device=hardware.name, tensor_maps=hardware.tensor_maps,
@@ -92,9 +90,9 @@ def choose(
 ) -> tuple[LaunchStep, ...]:
     """Every kernel that a call launches, in order.
 
-    ``access`` is None for aligned arrays in C order. ``wanted`` makes it a call for gradients.
-    ``override`` is the ``config=`` of the call, whose kernels serve or the call is an error.
-    ``only`` names the kernels of q, k and v that may be taken.
+    ``access`` is None for aligned arrays in C order. With ``wanted`` the call is for gradients.
+    ``override`` is the ``config=`` of the call: an error if its kernels cannot serve the call.
+    ``only`` names the kernels of out, dq, dk and dv to choose from; None: all.
     """
     access = access or in_c_order(problem, backward=wanted is not None)
     steps: list[LaunchStep] = []
@@ -111,7 +109,7 @@ def choose(
         return (*steps, *_forward(call, override))
     names = frozenset(wanted.shapes)
     if not problem.seqlen_k:
-        names &= {"q"}  # zeros: there is nothing to sum
+        names &= {"q"}  # the others are zeros, with nothing to sum
     request = request_of(
         problem, hardware, access.copy_bytes(problem, "dout", "q", "k", "v"),
         deterministic=deterministic, keys=names & {"k", "v"}, grad_dtype=wanted.dtype,
@@ -168,7 +166,7 @@ def _backward(
 
 
 def _in_one_pass(config: Any, request: Request) -> list[LaunchStep]:
-    """The kernel of all gradients, and those that add up what it leaves."""
+    """The one-pass kernel, and the kernels that add up its sums."""
     problem, num_sms = request.problem, request.num_sms
     parts = split_queries.parts_of(problem, config, num_sms)
     sums = split_queries.sums_of_dq(problem, config, num_sms)
@@ -182,7 +180,7 @@ def _in_one_pass(config: Any, request: Request) -> list[LaunchStep]:
 
 
 def _fused(call: _Call, names: frozenset[str], override: BackwardConfigs) -> KernelConfig | None:
-    """The kernel of all gradients in one pass; None where kernels of their own serve."""
+    """The one-pass kernel of dq, dk and dv; None where separate kernels compute them."""
     asked = override.qkv is not None
     if not asked and (override.q or override.kv):
         return None
@@ -205,7 +203,7 @@ def _chosen(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ke
 
 
 def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[KernelConfig, ...]:
-    """The passes of the first kernel of a result that serves; none where none does."""
+    """The passes of the first kernel that can compute a result; empty if no kernel can."""
     request, hardware, access, only = call
     joins = request.problem.joins
     few = split_keys.has_tiles_of_few_rows(request)
@@ -256,7 +254,7 @@ def unservable(config: KernelConfig | None, problem: Problem, hardware: Hardware
 
 
 def why_portable(problem: Problem, hardware: Hardware, result: str = "out") -> str:
-    """Why no kernel of Hopper for a result serves a problem in C order; empty where one does."""
+    """Why no Hopper kernel of a result serves a problem in C order; empty where one does."""
     request = request_of(problem, hardware, 16)
     for_float32 = problem.dtype == np.float32
     reasons = [kernel.eligible(request) for kernel in that_compute(result) if kernel.for_sm90]

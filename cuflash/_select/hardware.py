@@ -1,4 +1,4 @@
-"""What does a GPU offer to a kernel: shared memory, registers, speed? Known without a GPU."""
+"""What does a GPU offer to a kernel: shared memory, registers, speed? No GPU is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cuflash._errors import problem_with, shown
 from cuflash._kernels.config import RESERVED_SMEM
 
 _KIB = 1024
-#: Of every SM since compute capability 5.0, except the embedded 6.2.
+#: Registers of every SM since compute capability 5.0, except the embedded 6.2.
 _REGISTERS = 65_536
 _MOST_REGISTERS = 255  # of a thread
 _REGISTERS_OF_BOUND = 8  # a launch bound leaves a thread a multiple of this
@@ -19,37 +19,37 @@ _REGISTERS_GRANTED = 256  # registers of a warp come in multiples of this
 
 
 class Limits(NamedTuple):
-    """What blocks of threads of one compute capability may have."""
+    """Limits of thread blocks and SMs of one compute capability."""
 
-    block_smem: int
-    multiprocessor_smem: int
-    threads: int  # of a multiprocessor
-    blocks: int = 32  # of a multiprocessor
+    block_smem: int  # bytes of shared memory of a thread block
+    multiprocessor_smem: int  # bytes of shared memory of an SM
+    threads: int  # threads of an SM
+    blocks: int = 32  # thread blocks of an SM
 
 
 class Peak(NamedTuple):
-    """What a data sheet promises: 16-bit products with float32 sums, dense, and device memory."""
+    """Peak speeds by a data sheet."""
 
-    tflops: float
-    gbytes: float  # a second
-    float64: float  # TFLOP/s, by tensor cores where they have it
-    texp2: float  # 10^12 exp2 a second, by 16 of a multiprocessor in a clock
+    tflops: float  # TFLOP/s of dense 16-bit products with float32 sums
+    gbytes: float  # GB/s of device memory
+    float64: float  # TFLOP/s in float64, of tensor cores where they support it
+    texp2: float  # 10^12 exp2 a second: each SM computes 16 in a clock
 
 
 class Hardware(NamedTuple):
-    """A device, or what stands for one where there is none."""
+    """A device, or a typical one where there is none."""
 
     name: str
     arch: str  # "sm_90"
-    multiprocessors: int
+    multiprocessors: int  # number of SMs
     limits: Limits
-    l2_bytes: int
-    peak: Peak | None
+    l2_bytes: int  # size of the L2 cache
+    peak: Peak | None  # None for a device that is not in the table
     tensor_maps: bool = True  # can its driver encode them, as CUDA 12 does?
 
     @property
     def capability(self) -> int:
-        """Of compute: 90 for sm_90."""
+        """Compute capability: 90 for sm_90."""
         return int(self.arch.removeprefix("sm_"))
 
     @property
@@ -58,8 +58,8 @@ class Hardware(NamedTuple):
         return self.arch == "sm_90" and self.tensor_maps
 
 
-#: By words of the device's name, the first that fits: data sheets of NVIDIA. Exponentials are at
-#: the clock that their products are promised at.
+#: Words of a device's name, of which the first that fit count, and its peaks by NVIDIA's data
+#: sheet. Exponentials are at the clock for which the sheet promises products.
 _PEAKS = (
     ("H100 PCIe", Peak(756.5, 2039.0, 51.2, 114 * 16 * 1.62e-3)),
     ("H100 NVL", Peak(835.5, 3938.0, 60.0, 132 * 16 * 1.545e-3)),
@@ -70,8 +70,8 @@ _PEAKS = (
     ("RTX 4090", Peak(165.2, 1008.0, 1.3, 128 * 16 * 2.52e-3)),
     ("L40S", Peak(362.1, 864.0, 1.4, 142 * 16 * 2.52e-3)),
 )
-#: What a call is planned for on a machine without a GPU; limits by the CUDA C++ Programming Guide,
-#: "Technical Specifications per Compute Capability".
+#: Devices for which calls are planned without a GPU: name, SMs, bytes of L2 and limits. The limits
+#: are those of the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 _TYPICAL = {
     "sm_50": ("NVIDIA GeForce GTX 750 Ti", 5, 2 << 20, Limits(48 * _KIB, 64 * _KIB, 2048)),
     "sm_52": ("NVIDIA GeForce GTX 980", 16, 2 << 20, Limits(48 * _KIB, 96 * _KIB, 2048)),
@@ -100,7 +100,7 @@ def typical(arch: str) -> Hardware:
     return Hardware(name, plain, multiprocessors, limits, l2_bytes, peak_of(name))
 
 
-#: What every device is taken for inside :func:`assumed`.
+#: The hardware that replaces every device inside :func:`assumed`.
 _assumed: Hardware | None = None
 
 
@@ -113,7 +113,7 @@ def of_device(device: int) -> Hardware:
 def assumed(hardware: Hardware) -> Iterator[None]:
     """Plan calls for other hardware inside the block, as for an older device than is there.
 
-    Plans that are known stay: ``cuflash._launch.plan_cache.forget`` makes calls choose anew.
+    Cached plans stay: ``cuflash._launch.plan_cache.forget`` makes calls choose again.
     """
     global _assumed
     before, _assumed = _assumed, hardware
@@ -157,18 +157,18 @@ def present() -> Hardware | None:
 
 
 def wanted(arch: str | None) -> Hardware:
-    """What a call is planned for: an architecture, else what is here, else an H100."""
+    """The hardware of a plan: typical for ``arch``, else the current device, else an H100."""
     found = present() if arch is None else typical(arch)
     return found or typical("sm_90")
 
 
 def peak_of(name: str) -> Peak | None:
-    """Promised speed of a device by name; None where no data sheet is in the table."""
+    """Peak speeds of a device by name; None where no data sheet is in the table."""
     return next((peak for words, peak in _PEAKS if words in name), None)
 
 
 def peak_products(peak: Peak, dtype: str, precision: str) -> tuple[float, str]:
-    """TFLOP/s of products of a dtype as the kernels form them, and how that is."""
+    """Peak TFLOP/s of products of a dtype, and how the kernels form these products."""
     if dtype == "float64":
         return peak.float64, "float64 products"
     if dtype != "float32":
@@ -180,7 +180,7 @@ def peak_products(peak: Peak, dtype: str, precision: str) -> tuple[float, str]:
 
 
 def occupancy(limits: Limits, num_threads: int, smem_bytes: int, registers: int) -> int:
-    """Blocks of threads that share a multiprocessor."""
+    """Thread blocks that share an SM; ``registers`` are those of a thread."""
     warps = num_threads // 32
     granted = -(-registers * 32 // _REGISTERS_GRANTED) * _REGISTERS_GRANTED
     return min(
@@ -192,6 +192,6 @@ def occupancy(limits: Limits, num_threads: int, smem_bytes: int, registers: int)
 
 
 def registers_of_thread(num_threads: int, blocks: int) -> int:
-    """Registers that a thread may have where so many blocks are to share a multiprocessor."""
+    """Registers that a thread may have where ``blocks`` thread blocks are to share an SM."""
     share = _REGISTERS // (num_threads * blocks)
     return min(share // _REGISTERS_OF_BOUND * _REGISTERS_OF_BOUND, _MOST_REGISTERS)

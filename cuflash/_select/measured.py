@@ -1,10 +1,10 @@
-"""Which tiles that a user measured go before the tables of ``cuflash/_kernels``?
+"""Which tiles that a user measured take precedence over the tables of ``cuflash/_kernels``?
 
-Rows that somebody asks for: ``cuflash.tuning.use(file)``, or the variable CUFLASH_TILES, the path
-of a file or "user" for this user's table. A file is JSON,
-{"format": ..., "tiles": [row, ...]}, and a row holds for one kernel, dtype, head sizes, set of
-options and device; where it says so, only instead of one tile of the tables, which may depend on
-lengths.
+Rows of the file of ``cuflash.tuning.use(file)``, or of the environment variable CUFLASH_TILES: the
+path of a file, or "user" for this user's table. A file is JSON,
+{"format": ..., "tiles": [row, ...]}. A row holds for one kernel, dtype, head sizes, set of options
+and device. With "replaces" it holds only instead of that tile of the tables, which may choose tiles
+by lengths.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from cuflash._problem.option_table import of_stages
 
 FORMAT = "cuflash tiles 1"
 VARIABLE = "CUFLASH_TILES"
-_DEEPEST = 16  # more than twice as deep as any file of ours
+_DEEPEST = 16  # levels of nesting; over twice those of any file of ours
 AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 
 
 class Key(NamedTuple):
-    """What a row holds for."""
+    """Which configurations a row holds for."""
 
     kernel: str
     dtype: str
-    head_dim: int
-    head_dim_v: int
-    options: str
-    device: str
-    replaces: str = ""  # the tile of the tables that it replaces; empty: any
+    head_dim: int  # padded
+    head_dim_v: int  # padded
+    options: str  # see :func:`options_of`
+    device: str  # name of the device
+    replaces: str = ""  # text of the tile of the tables that it replaces; empty: any tile
 
 
 class Row(NamedTuple):
-    """A tile for a key, and where it was found."""
+    """A tile for a key, and how it was measured."""
 
     key: Key
-    values: tuple[tuple[str, int], ...]
-    measured: str = ""
+    values: tuple[tuple[str, int], ...]  # (field, value)
+    measured: str = ""  # a sentence about the measurement
 
 
-#: Fields that say what a kernel computes, and the word that stands for each in a key.
+#: Fields that say what a kernel computes, and the word for each in ``Key.options``.
 _WORDS = {
     "window_left": "window",
     "window_right": "causal",
@@ -58,7 +58,7 @@ _WORDS = {
 }
 
 
-#: Fields that say how a kernel computes, not what: the fields of a row, in the order of
+#: Fields that say how a kernel computes, not what. They are the fields of a row, in the order of
 #: its text. (D103)
 TILE_FIELDS = (
     "num_warps", "block_m", "block_n", "blocks_per_sm", "num_stages", "num_q_stages",
@@ -69,8 +69,8 @@ TILE_FIELDS = (
 def options_of(config: Any) -> str:
     """The options that are compiled into a kernel: "causal sink"; "plain" where there are none.
 
-    A measured tile is used for exactly the options that it was measured with: others take registers
-    of their own.
+    A measured tile is used for exactly the options that it was measured with, as options differ in
+    the registers that they take.
     """
     words = [
         word for name, word in _WORDS.items() if getattr(config, name, False) not in (False, "none")
@@ -97,7 +97,7 @@ def options_of(config: Any) -> str:
 
 
 def key_of(config: KernelConfig, device: str) -> Key:
-    """What a configuration is looked up by."""
+    """The key by which a row for a configuration is looked up."""
     sizes = (config.head_dim, config.head_dim_v)
     return Key(config.kernel, config.dtype, *sizes, options_of(config), device, tile_text(config))
 
@@ -114,7 +114,7 @@ def tile_fields(config: KernelConfig) -> dict[str, int]:
 
 
 def parse(text: str) -> Any:
-    """The value of a JSON text; a ValueError for what is none, or nested too deep to be printed."""
+    """The value of a JSON text; a ValueError if it is no JSON, or nested too deep to be printed."""
     import json
 
     try:
@@ -133,13 +133,13 @@ def parse(text: str) -> Any:
 
 
 def is_sweep(path: Path) -> bool:
-    """Whether a file is that of a sweep, by its first line."""
+    """Whether a file holds a sweep, by its first line."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return '"kind": "sweep"' in file.readline()
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file; a ValueError that names the place where it is no table of tiles."""
+    """The rows of a file; a ValueError names the first place that is wrong."""
     expected = f'a file of tiles, {{"format": "{FORMAT}", "tiles": [...]}}'
     if is_sweep(path):
         raise problem_with(
@@ -181,7 +181,7 @@ def _row(path: Path, number: int, given: Any) -> Row:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Write a file of tiles as a whole, in order of its keys."""
+    """Write a file of tiles, sorted by key; it is replaced as a whole."""
     import json
 
     ordered = sorted(rows, key=lambda row: row.key)
@@ -198,7 +198,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def user_file() -> Path:
-    """Table of this user, in the platform's folder for caches."""
+    """Path of this user's table, in the platform's folder for caches."""
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or os.path.expanduser("~/AppData/Local")
     elif sys.platform == "darwin":
@@ -208,12 +208,12 @@ def user_file() -> Path:
     return Path(base, "cuflash", "tiles.json")
 
 
-#: What is in use: None before the variable was looked at, empty where nothing is.
+#: The rows in use by key: None before the variable is read, empty if there are none.
 _in_use: dict[Key, Row] | None = None
 
 
 def in_use() -> Mapping[Key, Row]:
-    """The rows asked for, the rows of the variable unless :func:`replace_rows` was called."""
+    """The rows in use: those of :func:`replace_rows`, or else those of the variable."""
     global _in_use
     if _in_use is None:
         named = os.environ.get(VARIABLE, "")
@@ -241,7 +241,7 @@ def row_of(config: KernelConfig, device: str) -> Row | None:
 
 
 def row_behind(config: KernelConfig, device: str) -> Row | None:
-    """The measured row that a configuration has its tile from; None where it is of the tables."""
+    """The measured row that a configuration's tile is from; None if it is from the tables."""
     key = key_of(config, device)._replace(replaces="")
     for row in in_use().values():
         if row.key._replace(replaces="") != key:  # other kernels have other parameters
@@ -254,10 +254,10 @@ def row_behind(config: KernelConfig, device: str) -> Row | None:
 def applied(
     chosen: AnyConfig, device: str, smem_limit: int, of_any_device: KernelConfig
 ) -> AnyConfig:
-    """The configuration with the tile that was measured for it; as it is where there is none.
+    """``chosen`` with the tile that was measured for it; unchanged where there is none.
 
-    ``smem_limit`` is what one thread block may ask for: rows may be written by hand. A row that
-    replaces one tile names that of the tables for any device.
+    ``smem_limit`` is the shared memory of a thread block in bytes: rows may be written by hand. A
+    row with ``replaces`` names the tile of ``of_any_device``, which tables choose on any device.
     """
     row = row_of(of_any_device, device)
     if row is None:
@@ -278,7 +278,7 @@ def applied(
 
 
 def with_values(config: AnyConfig, values: Mapping[str, int]) -> AnyConfig:
-    """The configuration with another tile; a ValueError for what is no field or not legal."""
+    """The configuration with another tile; a ValueError for an unknown field or illegal value."""
     known = tile_fields(config)
     unknown = sorted(set(values) - set(known))
     if unknown:

@@ -1,4 +1,4 @@
-"""What may ``config=`` be: the caller's own tiles, for which kernels?"""
+"""Which tiles may a caller pass as ``config=``, and for which kernels?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def of_forward(config: Any) -> KernelConfig | None:
 
 
 def of_backward(config: Any) -> BackwardConfigs | None:
-    """The tiles of a gradient, or None: that of one kernel, as a sweep finds it, is its own."""
+    """The tiles of a gradient, or None. A configuration of one kernel gets a field to itself."""
     if config is None:
         return None
     if _field_of(config):
@@ -54,7 +54,7 @@ def _result_of(config: Any) -> str:
 
 
 def _field_of(config: Any) -> str:
-    """Which of these fields a configuration belongs in; empty for anything else."""
+    """The field of ``BackwardConfigs`` for a configuration; empty for anything else."""
     field = _result_of(config).removeprefix("d")
     return field if field in BackwardConfigs._fields else ""
 
@@ -79,10 +79,10 @@ def with_override(
     hardware: Hardware,
     of_any_device: KernelConfig | None = None,
 ) -> AnyConfig:
-    """The tile that the caller, or else a table of what a user measured, wants instead.
+    """``chosen`` with the tile of the caller's ``config``, or else of a user's measured table.
 
-    What follows from the problem stays. ``config`` is one of the same kernel. ``of_any_device`` has
-    the tile that rows name which hold instead of one tile alone: by default the chosen one.
+    Fields that the problem determines stay. ``config`` is of the same kernel. ``of_any_device`` has
+    the tile that a measured row names as the one that it replaces; by default it is ``chosen``.
     """
     if config is None:
         own = of_any_device or chosen

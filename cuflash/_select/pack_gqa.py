@@ -1,7 +1,7 @@
-"""Which batch entries see the same keys alike, so that they are more rows of one matrix?
+"""Which batch entries see the same keys, so that PackGQA can make them rows of one matrix?
 
-The query heads of a group, or all heads over keys without a head axis. Few rows each (decoding has
-one) leave most of a tile empty and read the keys once for each head; together they fill a tile.
+The query heads of a group do, or all heads over keys without a head axis. Few rows (decoding has
+one) leave most of a tile empty, and each head reads the keys again. Together they fill a tile.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem
 
 _ROWS = ("q", "out", "lse")  # operands with a row for each query
-FEW = 64  # rows that one warpgroup, or half of a block's warps, takes (D14)
+FEW = 64  # most rows that are few: those of a warpgroup, or of half of a block's warps (D14)
 
 
 def with_shared_rows(
     problem: Problem, layouts: dict[str, Layout]
 ) -> tuple[Problem, dict[str, Layout]]:
-    """The call with fewer entries of more rows, where rows are few; otherwise the same.
+    """Problem and layouts with fewer entries of more rows, where rows are few; else unchanged.
 
-    Of the problem that is returned, operands still describe the caller's arrays: ``layouts`` tells
-    where rows lie.
+    Operands of the returned problem still describe the caller's arrays. The returned layouts
+    describe the rows.
     """
     alike = _with_equal_rows(problem)
     if alike is None:
@@ -39,7 +39,7 @@ def with_shared_rows(
 
 
 def _with_equal_rows(problem: Problem) -> Problem | None:
-    """The problem whose rows know what they see by their query alone; None where they do not."""
+    """The problem if its query alone decides what a row sees, with bounds adapted; else None."""
     differs = (problem.formulas, problem.q_lengths, problem.cu_seqlens_q)
     whole = problem.q_length_value in (None, problem.seqlen_q)
     of_pairs = present(problem, "add", "see", "weight")
@@ -51,7 +51,7 @@ def _with_equal_rows(problem: Problem) -> Problem | None:
         return _with_queries_in_rows(problem)
     if problem.window_left is not None or problem.offset is not None:
         return None
-    # One row sees the keys up to a bound: by default, all that there are.
+    # A single row sees the keys up to a bound, by default all keys.
     keys = problem.kv_length_value
     if problem.offset_value is not None:
         if problem.kv_lengths is not None:
@@ -62,9 +62,9 @@ def _with_equal_rows(problem: Problem) -> Problem | None:
 
 
 def _with_queries_in_rows(problem: Problem) -> Problem | None:
-    """The problem in which bounds follow from the query that a row is of some head.
+    """The problem with ``num_queries``, by which kernels find the query and the bounds of a row.
 
-    None where registers do not hold it beside wide rows of float32.
+    None for wide rows of float32, which leave no registers for that.
     """
     if problem.dtype == np.float32 and max(problem.head_dim, problem.head_dim_v) > 128:
         return None
@@ -78,7 +78,7 @@ def _with_queries_in_rows(problem: Problem) -> Problem | None:
 def _merged_last_axis(
     problem: Problem, layouts: dict[str, Layout]
 ) -> tuple[Problem, dict[str, Layout]] | None:
-    """The last batch axis as part of the rows; None where operands differ along it."""
+    """The problem with its last batch axis merged into rows; None if operands differ along it."""
     extent, rows = problem.batch[-1], problem.seqlen_q
     moved = {}
     for name, layout in layouts.items():

@@ -10,41 +10,42 @@ from cuflash._problem.layout import Layout
 from cuflash._problem.operand import Operand
 from cuflash._problem.problem import HALVES, Problem
 
-_TILE = 64  # queries, and keys, of a tile of 16 bits
-_TILES_OF_SM = 3  # that run at once
-_MOST_PARTS = 4  # copies of a bias in float32 that its gradient may take
+_TILE = 64  # queries of a tile of 16-bit elements, and keys
+_TILES_OF_SM = 3  # tiles that run on an SM at once
+_MOST_PARTS = 4  # most parts: each takes the memory of a bias in float32
 #: Inputs whose gradients are sums of the scores' gradient.
 SUMMED: tuple[GradOf, ...] = ("bias", "alibi_slopes", "scale")
 
 
 class ScoreSums(NamedTuple):
-    """What a kernel writes for one gradient: sums in the dtype of lse, C-contiguous.
+    """The sums that a kernel writes for one gradient, C-contiguous.
 
-    Their axes are sequences, where they are packed and have a bias, or parts of the entries that
-    are added up; batch, queries, keys; with extent 1 where the input is broadcast.
+    Axes: packed sequences, for a bias only, or parts of the entries that are added up; batch axes;
+    queries; keys. Where the input is broadcast the extent is 1.
     """
 
     sums_to: SumsTo
     shape: tuple[int, ...]
     summed: tuple[bool, ...]  # batch axes that the kernel adds up
-    sequences: int  # with sums of their own; 0: no such axis
-    itemsize: int
-    parts: int = 1  # of the entries of ``part_axis``, with sums of their own
-    part_axis: int = 0
-    dtype: Literal["none", "float16", "bfloat16", "float32"] = "none"  # none: sums of their own
+    sequences: int  # packed sequences with their own sums; 0: no such axis
+    itemsize: int  # bytes of a sum
+    parts: int = 1  # parts of the entries along ``part_axis``, each with its own sums
+    part_axis: int = 0  # batch axis that is divided into parts
+    #: Dtype of the gradient if the kernel writes it itself; "none": sums in the dtype of lse.
+    dtype: Literal["none", "float16", "bfloat16", "float32"] = "none"
 
     @property
     def is_gradient(self) -> bool:
-        """Is nothing left to do with them: does the kernel write the gradient itself?"""
+        """Does the kernel write the gradient itself, so that nothing is left to add?"""
         return self.dtype != "none"
 
     def is_of_single_pairs(self, problem: Problem) -> bool:
-        """Is each the gradient of one pair's score, in the dtype of q, and none a sum?"""
+        """Is each element the gradient of one pair's score, in the dtype of q?"""
         added = any(own and n > 1 for own, n in zip(self.summed, problem.batch, strict=True))
         return self.sums_to == "pairs" and self.dtype == problem.dtype.name and not added
 
     def layout(self) -> Layout:
-        """Where the sums of a batch entry lie."""
+        """Layout of the sums, in bytes."""
         steps = [self.itemsize * math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
         sequence = steps.pop(0) if self.sequences else 0
         part = steps.pop(0) if self.parts > 1 else 0
@@ -56,14 +57,14 @@ class ScoreSums(NamedTuple):
         return Layout(self.itemsize, batch, row, column, sequence if self.sequences > 1 else 0)
 
     def axes(self, extents: tuple[int, ...]) -> tuple[int, ...]:
-        """Extents of the batch axes, parts of the one that is dealt out before the rest of it."""
+        """Extents of the batch axes, with ``part_axis`` as two axes: parts, entries of a part."""
         if self.parts == 1:
             return extents
         at = self.part_axis
         return (*extents[:at], self.parts, extents[at] // self.parts, *extents[at + 1 :])
 
     def strides(self, batch: tuple[int, ...], extents: tuple[int, ...]) -> tuple[int, ...]:
-        """Strides of an operand along these axes."""
+        """Strides of an operand along these axes, from its strides along the batch axes."""
         if self.parts == 1:
             return batch
         at = self.part_axis
@@ -76,8 +77,8 @@ class ScoreSums(NamedTuple):
         return (*self.summed[:at], False, *self.summed[at:]) if self.parts > 1 else self.summed
 
     def tiles(self, problem: Problem, block_m: int, block_n: int) -> int:
-        """Tiles of one owner."""
-        if problem.cu_seqlens_q is not None and not self.sequences:  # of packed rows
+        """Tiles of one owner: of the batch entries that share a sum."""
+        if problem.cu_seqlens_q is not None and not self.sequences:  # the most of packed rows
             return problem.seqlen_q // block_m + problem.cu_seqlens_q.shape[0] - 1
         rows, columns = _extents(problem)
         tiles_m, tiles_n = -(-rows // block_m), -(-columns // block_n)
@@ -88,7 +89,7 @@ class ScoreSums(NamedTuple):
 def score_sums(
     problem: Problem, name: GradOf, shape: tuple[int, ...], num_sms: int = 0
 ) -> ScoreSums:
-    """The sums for the gradient of an input of this ``shape``, on a device of ``num_sms``."""
+    """The sums for the gradient of an input of this ``shape``, on a device with ``num_sms`` SMs."""
     packed, itemsize = problem.cu_seqlens_q is not None, problem.lse_dtype.itemsize
     summed = (True,) * len(problem.batch)
     if name != "scale":
@@ -110,7 +111,7 @@ def score_sums(
 
 
 def _dealt_out(problem: Problem, own: ScoreSums, num_sms: int) -> ScoreSums:
-    """Sums of pairs of 16 bits: of parts of the entries where tiles are few, else the gradient."""
+    """For 16 bits: sums of parts of the entries where tiles are few, else the gradient itself."""
     bias = problem.bias
     if problem.dtype not in HALVES or bias is None or bias.dtype.itemsize > 4:
         return own
@@ -127,7 +128,7 @@ def _dealt_out(problem: Problem, own: ScoreSums, num_sms: int) -> ScoreSums:
 
 
 def _extents(problem: Problem) -> tuple[int, int]:
-    """Rows and columns of a bias; of packed sequences, only what kernels look at."""
+    """Rows and columns of a bias; for packed sequences only those that kernels read."""
     if problem.cu_seqlens_q is None:
         return problem.seqlen_q, problem.seqlen_k
     return problem.q_length_value or 0, problem.kv_length_value or 0

@@ -1,7 +1,7 @@
-"""What does compiling need of a device? A stand-in, so that the store of kernels runs without.
+"""What does compiling need of a device? Simulated here, so that the kernel cache runs without.
 
-What is replaced: the driver, which loads a module, and NVRTC, whose product is a text that says
-what it was made of.
+Replaced are the driver, which loads a module, and NVRTC, whose product is a text that names its
+source, options and architecture.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ CUPY = "14.2.0"
 
 
 class DriverError(Exception):
-    """Stands for CUDADriverError, whose constructor asks the driver for its text."""
+    """Replaces CUDADriverError, whose constructor asks the driver for its text."""
 
 
 def product(source: str, options: tuple[str, ...], arch: str) -> bytes:
-    """The cubin that the stand-in compiler makes; ``options`` without the architecture."""
+    """Return the cubin of the simulated compiler; ``options`` come without the architecture."""
     entry = next(line for line in source.splitlines() if "cuflash_" in line and "(" in line)
     made_of = hashlib.sha256(f"{source}{options}{arch}".encode()).hexdigest()
     return f"cubin {made_of} holds {entry.split('cuflash_')[1].split('(')[0]}".encode()
 
 
 class Module:
-    """A module that knows what it was loaded from."""
+    """A module that remembers its cubin."""
 
     def __init__(self) -> None:
         self.cubin = b""
 
     def load(self, cubin: bytes) -> None:
-        """Refuse what is no cubin, as the driver does."""
+        """Refuse anything but a cubin, as the driver does."""
         if not cubin.startswith(b"cubin "):
             raise DriverError("CUDA_ERROR_INVALID_IMAGE")
         self.cubin = cubin
 
     def get_function(self, name: str) -> Any:
-        """Refuse the name of a kernel that is not in the cubin."""
+        """Refuse a kernel's name that the cubin does not have."""
         if not self.cubin.endswith(f" holds {name.removeprefix('cuflash_')}".encode()):
             raise DriverError("CUDA_ERROR_NOT_FOUND")
         return SimpleNamespace(cubin=self.cubin)
 
 
 class Compiler:
-    """CuPy with this device; counts what NVRTC is asked to do."""
+    """CuPy with this device; counts compilations."""
 
     def __init__(self, replace: Callable[[Any, str, Any], None]) -> None:
         self.compilations = 0
@@ -57,7 +57,7 @@ class Compiler:
         replace(compiler_id, "noted", lambda: None)
 
     def kernel(self, config: Any) -> bytes:
-        """What the library would launch for a configuration."""
+        """Return the cubin that cuflash would launch for a configuration."""
         cupy = SimpleNamespace(
             __version__=CUPY,
             cuda=SimpleNamespace(

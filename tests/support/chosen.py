@@ -14,7 +14,7 @@ from cuflash._select.hardware import Hardware
 
 
 def forward_of(problem: Problem, hardware: Hardware, *, portable: bool = False) -> Any:
-    """The forward; ``portable``: the kernel that every architecture has."""
+    """Return the forward; with ``portable`` the kernel that every architecture has."""
     steps = choose(problem, hardware, only=PORTABLE if portable else None)
     return next(step.config for step in steps if step.config.computes == "out")
 
@@ -27,7 +27,7 @@ def backward_of(
     portable: bool = False,
     deterministic: bool = True,
 ) -> list[Any]:
-    """The kernels of the gradients, beginning with that of delta."""
+    """Return the kernels of the gradients, beginning with that of delta."""
     steps = choose(
         problem, hardware, wanted=Wanted.of("".join(sorted(names))), deterministic=deterministic,
         only=PORTABLE if portable else None,
@@ -36,7 +36,7 @@ def backward_of(
 
 
 def passes(name: str, problem: Problem, keys: Iterable[str] = "", **given: Any) -> Any:
-    """The passes of one kernel, on an H100 unless ``given`` says otherwise; None: it refuses."""
+    """Return the passes of one kernel (on an H100 by default), or None if it refuses."""
     request = Request(problem, keys=frozenset(keys) & {"k", "v"}, **given)
     kernel = KERNELS[name]
     found = () if kernel.eligible(request) else kernel.chosen(request)
@@ -44,27 +44,27 @@ def passes(name: str, problem: Problem, keys: Iterable[str] = "", **given: Any) 
 
 
 def one(name: str, problem: Problem, **given: Any) -> Any:
-    """The only pass of one kernel; None where it refuses."""
+    """Return the only pass of one kernel, or None if it refuses."""
     found = passes(name, problem, **given)
     return found[0] if found else None
 
 
 def fused(problem: Problem, *, deterministic: bool) -> Any:
-    """The kernel of all gradients in one pass; None where both refuse."""
+    """Return the kernel of all gradients in one pass, or None if both such kernels refuse."""
     kernels = ("backward_sm90", "backward_pair_sm90")
     found = [one(name, problem, deterministic=deterministic) for name in kernels]
     return found[0] or found[1]
 
 
 def portable(name: str, problem: Problem, smem_limit: int, copy_bytes: int, **given: Any) -> Any:
-    """One pass of a kernel that every architecture has, with so much shared memory."""
+    """Return one pass of a portable kernel, with ``smem_limit`` bytes of shared memory."""
     return one(name, problem, smem_limit=smem_limit, copy_bytes=copy_bytes, **_of_sm80(given))
 
 
 def portable_kv(
     problem: Problem, smem_limit: int, copy_bytes: int, keys: Iterable[str], **given: Any
 ) -> Any:
-    """The passes of the kernel of dk and dv that every architecture has."""
+    """Return the passes of the portable kernel of dk and dv."""
     return passes(
         "backward_dkv_sm80", problem, keys, smem_limit=smem_limit, copy_bytes=copy_bytes,
         **_of_sm80(given),
@@ -74,7 +74,7 @@ def portable_kv(
 def scores(
     problem: Problem, smem_limit: int, copy_bytes: int, grad_of: Any, sums_to: Any, **given: Any
 ) -> Any:
-    """The kernel of the gradients of bias, slopes and scale."""
+    """Return the kernel of the gradients of bias, slopes and scale."""
     request = Request(problem, smem_limit=smem_limit, copy_bytes=copy_bytes, **_of_sm80(given))
     return BackwardScoreConfig.of(request, grad_of, sums_to)
 

@@ -1,8 +1,8 @@
 """Which few calls contain every three choices together? A 3-wise covering array over the options.
 
-A mistake of composition needs, nearly always, two or three options at once. `rows` chooses calls
-greedily, always the same ones, until every triple of levels of every three factors is in some call;
-`call_of` makes the call of a row. Levels that no call may have together are in `EXCLUDED`.
+A mistake of composition nearly always needs two or three options at once. `rows` chooses calls
+greedily, always the same ones, until every triple of levels of every three factors is in some call.
+`call_of` makes the call of a row. `EXCLUDED` lists levels that no call may have together.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "layout": ("dense", "sequence outside heads", "strided", "constant axes"),
     "deterministic": ("yes", "no"),
 }
-#: Options that a factor has by hand, or that are of operands of 8 bits (test_float8); every other
-#: option of the table is a factor by its name.
+#: Options that a factor names by hand, and options of operands of 8 bits (test_float8). Every other
+#: option of the table is a factor by its own name.
 BY_HAND = (
     "causal", "window", "offset", "enable_gqa", "mask", "bias", "alibi_slopes", "softcap", "sink",
     "dropout", "seed", "segment_ids", "q_lengths", "kv_lengths", "score_mod", "mask_mod", "scale",
@@ -58,8 +58,7 @@ BY_HAND = (
 )  # fmt: skip
 OTHERS = {option.name: option for option in OPTIONS if option.name not in BY_HAND}
 FACTORS |= dict.fromkeys(OTHERS, ("none", "some"))
-#: An alignment word and an offset are two answers to one question: a ValueError. No dtype is
-#: narrower than 16 bits.
+#: "top_left" with an offset is a ValueError, as both set it. No dtype is narrower than 16 bits.
 EXCLUDED = (
     *((("position", "top left"), ("offset", level)) for level in ("number", "per entry")),
     *itertools.product(
@@ -68,7 +67,7 @@ EXCLUDED = (
     ),
 )
 BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 21, 35
-#: Head sizes between those of tiles: calls take turns.
+#: Head sizes between those of tiles, used in rotation.
 BETWEEN_TILES = (40, 72, 80, 112, 160, 176)
 KINDS = ("normal", "normal_times_3", "sparse_integers", "lse_minus_120")
 
@@ -77,12 +76,12 @@ Triple = frozenset[tuple[str, str]]
 
 
 def allowed(levels: Triple) -> bool:
-    """Whether no two of ``levels`` exclude each other."""
+    """Return whether no two of ``levels`` exclude each other."""
     return not any(levels.issuperset(pair) for pair in EXCLUDED)
 
 
 def triples() -> set[Triple]:
-    """Every three levels of three factors that a call may have together."""
+    """Return every three levels of three factors that a call may have together."""
     found = set()
     for names in itertools.combinations(FACTORS, 3):
         for levels in itertools.product(*(FACTORS[name] for name in names)):
@@ -93,11 +92,11 @@ def triples() -> set[Triple]:
 
 
 def rows() -> list[Row]:
-    """The covering array.
+    """Return the covering array.
 
-    Each row starts from a triple that is not yet covered. Then, until every factor has a level,
-    that level is added which covers the most triples together with those of the row. A generator
-    with a fixed seed breaks ties.
+    Each row starts from a triple that is not yet covered. Until every factor has a level, the level
+    is added that covers the most triples with the levels of the row. A generator with a fixed seed
+    breaks ties.
     """
     values = [(name, level) for name, levels in FACTORS.items() for level in levels]
     number = {value: i for i, value in enumerate(values)}
@@ -128,12 +127,12 @@ def rows() -> list[Row]:
 
 
 def call_of(row: Row, seed: int, *, times: int = 1) -> Call:
-    """The call with the levels of ``row``, asking for every gradient that it has.
+    """Return the call with the levels of ``row``, with every gradient that it has in wrt.
 
-    Sequences, lengths and positions are so many ``times`` as long: 8 fill blocks of kernels. The
-    call is to be run as it is; where sequences are packed, `problems.unpacked` makes of it and its
-    results what the definition knows. A narrower operand than ``dtype``, which q, k and v promote
-    to, is of float32 beside float64, and of 16 bits beside float32.
+    Sequences, lengths and positions are ``times`` as long: 8 fill blocks of kernels. The call is
+    run as it is. Where sequences are packed, `problems.unpacked` turns it and its results into a
+    batch, for the definition. An operand narrower than ``dtype``, the dtype that q, k and v promote
+    to, is float32 beside float64, and 16 bits beside float32.
     """
     rng = np.random.default_rng(seed)
     dtype = DTYPES[row["dtype"]]
@@ -192,7 +191,7 @@ def _options(
         np.sort(rng.integers(0, 2, (BATCH, 1, seqlen_q))).astype(np.int32),
         np.sort(rng.integers(0, 2, seqlen_k)),
     )
-    # Of slope -1, which changes what a mistaken sign or order does and no bound of errors.
+    # A slope of -1 changes what a wrong sign or order does, and no bound of errors.
     flipped = {
         "score_mod": ScoreMod(
             "shift[h] * (k % 3) - score", grad="-1.0f", arrays={"shift": normal(HEADS)},
@@ -250,7 +249,7 @@ def _options(
 
 
 def _some(option: Option, rng: np.random.Generator, seqlen_q: int, seqlen_k: int) -> Any:
-    """A value of an option of the table: an array for all heads, or a number."""
+    """Return a value of an option of the table: an array for all heads, or a number."""
     extents = {"m": seqlen_q, "n": seqlen_k}
     for core in option.arrays.values():
         array = rng.standard_normal((HEADS, *(extents[axis] for axis in core)), np.float32)
@@ -291,7 +290,7 @@ def _strided(ndim: int) -> Placement:
 
 
 def _constant(ndim: int, along: list[int], pair: tuple[int, int]) -> Placement:
-    """Stride 0 on canonical axes ``along`` of an array whose core lies at the axes ``pair``."""
+    """Return a placement with stride 0 on canonical axes ``along``, and the core at ``pair``."""
     zeros = np.zeros(ndim, bool)
     zeros[along] = True
     moved = list(range(ndim))

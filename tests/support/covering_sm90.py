@@ -1,6 +1,6 @@
-"""Which calls does a row of levels stand for, whose forward is of one of Hopper's kernels?
+"""Which calls are the rows of levels whose forward is one of Hopper's kernels?
 
-A row is a text: the levels that are not the first of their factor, ``"causal, grouped, sink"``.
+A row is a text of the levels that are not the first of their factor: ``"causal, grouped, sink"``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from support.memory import Placement
 from support.problems import CANONICAL, SEQUENCE_OUTSIDE_HEADS, Call, Results, packed, unpacked
 
 HEADS = 4
-#: Entries, queries and keys: blocks that are not full, full ones, rows of several heads in a tile,
-#: keys in parts, more tiles than a Hopper has multiprocessors.
+#: (entries, queries, keys): partial blocks, full ones, rows of several heads in a tile, split keys,
+#: more tiles than a Hopper GPU has SMs.
 SIZES = {
     "": (2, 168, 280),
     "full blocks": (2, 256, 384),
@@ -54,7 +54,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "layout": ("dense", "sequence outside heads"),
     "lse": ("lse", "no lse"),
 }
-#: The factors of each kernel: the first level of each is that of rows that say nothing.
+#: The factors of each kernel. A row that names no level of a factor has the first.
 FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
     "forward_sm90": {
         "dtype": ("float16", "bfloat16"),
@@ -84,7 +84,7 @@ _DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-#: Of results that are not of the dtype of q, or bfloat16 for 8 bits.
+#: Dtypes of results other than the dtype of q (bfloat16 for operands of 8 bits).
 RESULTS = {"float32 out": np.dtype(np.float32), "float16 out": np.dtype(np.float16)}
 _OF_KERNEL = {"forward_tf32_sm90": np.dtype(np.float32), "forward_fp8_sm90": np.dtype(E4M3)}
 
@@ -92,7 +92,7 @@ Levels = dict[str, str]
 
 
 def levels_of(kernel: str, row: str) -> Levels:
-    """The level of every factor."""
+    """Return the level of every factor."""
     named = [level for level in row.split(", ") if level]
     factor = {level: name for name, of in FACTORS[kernel].items() for level in of}
     found = {name: of[0] for name, of in FACTORS[kernel].items()} | {factor[n]: n for n in named}
@@ -101,13 +101,13 @@ def levels_of(kernel: str, row: str) -> Levels:
 
 
 def pairs(kernel: str) -> Iterator[tuple[str, str]]:
-    """Every two levels of two factors."""
+    """Yield every two levels of two factors."""
     for first, second in itertools.combinations(FACTORS[kernel].values(), 2):
         yield from itertools.product(first, second)
 
 
 def call_of(kernel: str, levels: Levels, drawn: Callable[..., np.ndarray]) -> Call:
-    """The call of a row, in order; ``drawn`` returns elements of a shape."""
+    """Return the call of a row, with keys in order; ``drawn`` returns elements of a shape."""
     d, d_v = (levels["d"].split() * 2)[:2]
     batch, m, n = SIZES[levels["size"]]
     if page := PAGES.get(levels.get("order", "")):
@@ -178,7 +178,7 @@ def _options(
 
 
 class InPages:
-    """The keys of a call in pages, and what `cuflash.attention_paged` takes beside them."""
+    """The keys of a call in pages, and the other arguments of `cuflash.attention_paged`."""
 
     def __init__(self, call: Call, size: int, axes: Any) -> None:
         batch, n = call.k.shape[0], call.k.shape[-2]
@@ -195,7 +195,7 @@ class InPages:
 
     @staticmethod
     def _of(array: np.ndarray, size: int, order: np.ndarray) -> np.ndarray:
-        """Keys (batch, heads, n, d) as (pages, heads, size, d), of which ``order`` names each."""
+        """Return keys (batch, heads, n, d) as (pages, heads, size, d), numbered by ``order``."""
         batch, heads, n, d = array.shape
         parts = array.reshape(batch, heads, n // size, size, d).swapaxes(1, 2)
         found = np.empty((batch * (n // size), heads, size, d), array.dtype)
@@ -204,12 +204,12 @@ class InPages:
 
 
 def steps_of(kernel: str, levels: Levels) -> tuple[Any, ...]:
-    """The launches of a row's forward on a Hopper."""
+    """Return the launches of a row's forward on Hopper."""
     return choose(described(kernel, levels), hardware.typical("sm_90"))
 
 
 def described(kernel: str, levels: Levels) -> Problem:
-    """The problem of a row on a GPU."""
+    """Return the problem of a row on a GPU."""
     call = call_of(kernel, levels, np.zeros)
     axes = call.axes or CANONICAL
     qkv = [
@@ -240,7 +240,7 @@ def described(kernel: str, levels: Levels) -> Problem:
 
 
 def check_on_a_gpu(xp: Any, kernel: str, levels: Levels) -> None:
-    """Hold what a row returns, from poisoned memory, against the error budget."""
+    """Run a row on poisoned memory, and check its results against the error budget."""
     rng = np.random.default_rng(0)
     call = call_of(kernel, levels, rng.standard_normal)
     axes, size = call.axes or CANONICAL, PAGES.get(levels.get("order", ""))

@@ -1,8 +1,8 @@
-"""What is CuPy on a machine without a device? NumPy, where both have the same, as strict as CuPy.
+"""How do tests use CuPy without a device? NumPy takes its place, and is as strict as CuPy.
 
-Names, parameters and errors are those of the CuPy that is installed: what it lacks is lacking here,
-and an array of NumPy is no array of CuPy. A test that asks for what CuPy has and nothing here
-stands for is skipped. Memory that nobody wrote is NaN.
+Names, parameters and errors are those of the installed CuPy: what it lacks is missing here, and an
+array of NumPy is no array of CuPy. A test that needs a part of CuPy without a replacement is
+skipped. Memory that nobody wrote is NaN.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _PLAIN = ("item", "tolist", "tobytes")  # methods that return no array
 
 
 def skip(what: str) -> Any:
-    """End a test that asks for what nothing stands for."""
+    """Skip the test, which needs a part of CuPy that has no replacement."""
     pytest.skip(f"rehearsal: nothing stands for {what}")
 
 
 class Memory:
-    """Bytes that nobody wrote, as aligned as CuPy's."""
+    """Unwritten bytes, with the alignment of CuPy's memory."""
 
     def __init__(self, size: int) -> None:
         room = np.full(size + _ALIGNMENT, _UNWRITTEN, np.uint8)
@@ -40,17 +40,17 @@ class Memory:
 
 
 class Lent:
-    """Bytes that an array or another owner has."""
+    """Bytes that belong to an array or another owner."""
 
     def __init__(self, ptr: int, size: int, owner: Any, device_id: int = 0) -> None:
         own = (ctypes.c_char * max(size, 1)).from_address(ptr)
-        own.owner = owner, device_id  # type: ignore[attr-defined]  lives as long
+        own.owner = owner, device_id  # type: ignore[attr-defined]  kept alive with it
         self.array = np.frombuffer(own, np.uint8)
         self.ptr, self.size = ptr, size
 
 
 class MemoryPointer:
-    """A place in memory."""
+    """A position in memory."""
 
     device_id = 0
 
@@ -65,10 +65,10 @@ class MemoryPointer:
 
 
 class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array of CuPy, whose elements an array of NumPy holds."""
+    """An array of CuPy, whose elements are in a NumPy array."""
 
-    cupys: Any  # the class that it stands for
-    namespace: Any  # what stands for the module
+    cupys: Any  # CuPy's class
+    namespace: Any  # the simulated module
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(
@@ -88,7 +88,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @classmethod
     def of(cls, host: np.ndarray) -> ndarray:
-        """The array with these elements, where they lie if that is memory of a device."""
+        """Return the array with these elements, in place if they are in device memory."""
         root = _root(host)
         if root.dtype != np.uint8 or root.ndim != 1:
             like = np.empty_like(host)
@@ -209,7 +209,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def _root(host: np.ndarray) -> np.ndarray:
-    """The array that has the memory of a view."""
+    """Return the array that owns the memory of a view."""
     found: Any = host
     while (base := getattr(found, "base", None)) is not None and hasattr(base, "base"):
         found = base
@@ -217,13 +217,13 @@ def _root(host: np.ndarray) -> np.ndarray:
 
 
 def _places(key: Any) -> tuple[Any, ...]:
-    """An index that never gives a scalar, but a view of one element."""
+    """Return an index that gives a view of one element instead of a scalar."""
     keys = to_host(key if isinstance(key, tuple) else (key,))
     return keys if any(k is Ellipsis for k in keys) else (*keys, ...)
 
 
 def to_host(value: Any) -> Any:
-    """Arrays of a device as arrays of NumPy, in the same memory; in lists too."""
+    """Return device arrays as NumPy arrays in the same memory, also in lists."""
     if isinstance(value, ndarray):
         return value.host
     if type(value) in (list, tuple):
@@ -232,7 +232,7 @@ def to_host(value: Any) -> Any:
 
 
 def to_device(value: Any) -> Any:
-    """The other way round."""
+    """Return NumPy arrays as device arrays, also in lists."""
     if isinstance(value, np.ndarray | np.generic):
         return ndarray.of(np.asarray(value))
     if type(value) in (list, tuple):
@@ -249,7 +249,7 @@ def _refuse_numpy(values: Any) -> None:
 
 
 def checked(numpys: Callable[..., Any], cupys: Any, name: str, *, keeps: bool = False) -> Any:
-    """A function of NumPy on arrays of a device, with the parameters that CuPy's has."""
+    """Return a NumPy function for device arrays, with the parameters of CuPy's function."""
     known = _parameters(cupys)
 
     @functools.wraps(numpys)
@@ -272,12 +272,12 @@ def checked(numpys: Callable[..., Any], cupys: Any, name: str, *, keeps: bool = 
 
 @functools.cache
 def _parameters(cupys: Any) -> frozenset[str] | None:
-    """Names of the parameters of a function of CuPy; None: any, as of what has no signature."""
+    """Return the parameters' names of a CuPy function; None (any) where it has no signature."""
     if type(cupys).__name__ == "ufunc":
         return frozenset(("out", "dtype", "casting"))
     try:
         found = inspect.signature(cupys).parameters
-    except ValueError:  # compiled, with its signature as the first line of its text
+    except ValueError:  # compiled: its signature is the first line of its text
         line = re.search(r"\((.*)\)", (cupys.__doc__ or "").partition("\n")[0])
         return line and frozenset(re.findall(r"(\w+)\s*(?:=[^,]*)?(?:,|$)", line[1]))
     if any(p.kind is p.VAR_KEYWORD for p in found.values()):
@@ -286,7 +286,7 @@ def _parameters(cupys: Any) -> frozenset[str] | None:
 
 
 class Namespace(ModuleType):
-    """A module of CuPy: ``own`` names, constants and errors of CuPy, and functions of NumPy."""
+    """A module of CuPy: names in ``own``, constants and errors of CuPy, and functions of NumPy."""
 
     def __init__(self, cupys: ModuleType, numpys: Any, **own: Any) -> None:
         super().__init__(cupys.__name__)
@@ -294,7 +294,7 @@ class Namespace(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         cupys, numpys = getattr(self._cupys, name), getattr(self._numpys, name, None)
-        if name.startswith("_") or cupys is numpys:  # CuPy's own modules ask for the first
+        if name.startswith("_") or cupys is numpys:  # CuPy's own modules use private names
             found: Any = cupys
         elif isinstance(cupys, ModuleType):
             found = Namespace(cupys, numpys)
@@ -312,7 +312,7 @@ class Namespace(ModuleType):
 
 
 class _Partial:
-    """What has few of the attributes of what it stands for: the others skip the test."""
+    """Has few of the attributes of what it replaces; all others skip the test."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -321,7 +321,7 @@ class _Partial:
 
 
 class Generator(_Partial):
-    """Random numbers, which are others than CuPy's."""
+    """Random numbers, different from CuPy's."""
 
     def __init__(self, seed: Any = None) -> None:
         self._host = np.random.default_rng(seed)
@@ -341,7 +341,7 @@ class ElementwiseKernel:
 
 
 class Device(_Partial):
-    """The one device."""
+    """The only device."""
 
     compute_capability = "90"
 
@@ -365,7 +365,7 @@ class Device(_Partial):
 
 
 class Stream(_Partial):
-    """A stream on which everything is done at once, and nothing can be captured."""
+    """A stream that does everything at once, and on which nothing can be captured."""
 
     _numbers = itertools.count(1 << 20, 16)
     _current: ClassVar[list[Stream]] = []
@@ -395,7 +395,7 @@ Stream.null = Stream(null=True)
 
 
 def current_stream() -> Stream:
-    """The innermost one that was entered."""
+    """Return the innermost stream that was entered."""
     return (Stream._current or [Stream.null])[-1]
 
 
@@ -404,7 +404,7 @@ def _memset(address: int, value: int, size: int, *_: Any) -> None:
 
 
 def stand_in(cupys: ModuleType, runtime: ModuleType, driver: ModuleType) -> dict[str, Namespace]:
-    """What stands for CuPy and for its bindings of CUDA, by the names of modules."""
+    """Return the replacements of CuPy and of its CUDA bindings, by module name."""
     runtimes = Namespace(
         runtime, None,
         getDevice=lambda: 0, setDevice=lambda _: None, getDeviceCount=lambda: 1,

@@ -1,8 +1,8 @@
-"""What is a product of float32 matrices on tensor cores, which cut off what they sum?
+"""What do tensor cores, which cut off sums, compute as a product of float32 matrices?
 
-The model of Hopper's TF32: eight products and the sum so far are aligned to the largest of them,
-keep two bits more than float32 and are cut off, and so is their sum. Errors of emulated attention
-are those that the kernels have on an H100 (docs/decisions.md, D34).
+The model is that of Hopper's TF32. Eight products and the sum so far are aligned to the largest of
+them, keep two bits more than float32 and are cut off, and so is their sum. Errors of emulated
+attention are those of the kernels on an H100 (docs/decisions.md, D34).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STEP = 8
 
 
 def split(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """High and low TF32 part of float32, in float64."""
+    """Return the high and low TF32 part of float32, in float64."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     high = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
     low = (x.astype(np.float32) - high).view(np.uint32) & np.uint32(0xFFFFE000)
@@ -24,12 +24,12 @@ def split(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """To float32, in float64."""
+    """Round to float32, in float64."""
     return x.astype(np.float32).astype(np.float64)
 
 
 def _step(acc: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """acc (m, n) + a (m, 8) . b (8, n)."""
+    """Return acc (m, n) + a (m, 8) . b (8, n)."""
     products = a[:, None, :] * b.T[None, :, :]
     largest = np.maximum(np.abs(products).max(-1), np.abs(acc))
     unit = np.ldexp(1.0, np.frexp(largest)[1] - 24 - EXTRA_BITS)
@@ -39,7 +39,10 @@ def _step(acc: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def product(a: np.ndarray, b: np.ndarray, part: int, *, apart: bool = False) -> np.ndarray:
-    """a . b in parts of ``part`` terms, small products first or ``apart``, in sums of their own."""
+    """Return a . b in parts of ``part`` terms.
+
+    Small products are summed first in each part, or ``apart``, in sums of their own.
+    """
     (a_high, a_low), (b_high, b_low) = split(a), split(b)
     shape = (a.shape[0], b.shape[1])
     total, small = np.zeros(shape), np.zeros(shape)
@@ -59,9 +62,9 @@ def product(a: np.ndarray, b: np.ndarray, part: int, *, apart: bool = False) -> 
 def attention(
     call: Any, *, in_parts: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Out, lse, dq and dk of one head, without options: in parts, or as it was at first.
+    """Return out, lse, dq and dk of one head, without options: in parts, or as kernels once did.
 
-    Kernels summed all columns of dp, and 64 keys of out, before a sum was rounded.
+    They summed all columns of dp, and 64 keys of out, before a sum was rounded.
     """
     q, k, v, dout = (call.array(name).astype(np.float64) for name in ("q", "k", "v", "dout"))
     scale = q.shape[-1] ** -0.5

@@ -12,7 +12,7 @@ from support.problems import Call
 def along(
     f: Callable[[np.ndarray], float], x: np.ndarray, direction: np.ndarray, step: float = 1e-3
 ) -> float:
-    """Derivative of ``f`` at ``x`` along ``direction`` by central differences of order four."""
+    """Return the derivative of ``f`` along ``direction``, by central differences of order four."""
     near = f(x + step * direction) - f(x - step * direction)
     far = f(x + 2 * step * direction) - f(x - 2 * step * direction)
     return (8 * near - far) / (12 * step)
@@ -23,7 +23,7 @@ def check_gradients(
     attend: Callable[[Call], tuple[np.ndarray, np.ndarray]],
     gradients: Mapping[str, np.ndarray],
 ) -> None:
-    """Hold float64 ``gradients`` of a call to differences of its own out and lse, to 1e-7."""
+    """Check float64 ``gradients`` against differences of the call's own out and lse, to 1e-7."""
     rng = np.random.default_rng(1)
     scale = np.asarray(call.options.get("scale", call.q.shape[-1] ** -0.5))
 
@@ -39,7 +39,7 @@ def check_gradients(
         return total
 
     for name in sorted(call.wrt):
-        # Slopes are multiplied by distances: of a hundred keys, steps of 1e-3 are no small ones.
+        # Slopes are multiplied by distances of up to a hundred keys: a step of 1e-3 is too large.
         step = 1e-4 if name == "alibi_slopes" else 1e-3
         x = scale if name == "scale" else call.array(name)
         assert x.dtype == gradients[name].dtype == np.float64, name

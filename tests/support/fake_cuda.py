@@ -16,7 +16,7 @@ class Array(types.SimpleNamespace):
 
 
 class FakeCuda:
-    """CuPy and NCCL over NumPy arrays: what is posted happens at the end of a group."""
+    """CuPy and NCCL on NumPy arrays; posted sends and receives happen at the end of a group."""
 
     def __init__(self):
         self.memory = {}
@@ -31,7 +31,7 @@ class FakeCuda:
         return Array(data=types.SimpleNamespace(ptr=pointer), nbytes=array.nbytes)
 
     def enable(self, device):
-        """Others have enabled the peer 1 already."""
+        """Enable peer access; for device 1 it is enabled already."""
         self.log.append(("enabled", device))
         if device == 1:
             raise RuntimeError("peer access is already enabled")
@@ -73,7 +73,7 @@ class FakeCuda:
                 for _ in range(shape[0])]  # fmt: skip
 
     def copy(self, to, device, source, other, number, stream):
-        """Of peers, at once."""
+        """Copy between peers, at once."""
         assert stream == 7
         self.log.append(("copy", other, "to", device))
         ours, theirs = (self.memory[p].reshape(-1).view(np.uint8) for p in (to, source))

@@ -1,4 +1,4 @@
-"""How do tests make arrays of 8-bit floats, and what do these stand for?"""
+"""How do tests make arrays of 8-bit floats, and which numbers are these?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def powers_of_two(shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def dequantized(array: np.ndarray, scale: Any, dtype: Any = np.float64) -> np.ndarray:
-    """By the definition of a scale, row by row."""
+    """Multiply by the scale row by row, as the definition says."""
     wide = array.astype(np.float64)
     if getattr(scale, "ndim", 0):
         rows = rows_of_blocks(array.shape[-2], scale.shape[-2])
@@ -35,7 +35,7 @@ def bits(array: np.ndarray) -> bytes:
 
 
 def on_gpu(cupy: Any, value: Any) -> Any:
-    """CuPy takes no array of 8-bit floats from the host: bytes, viewed as such."""
+    """Copy to the GPU; arrays of 8-bit floats go as bytes, since CuPy takes none from the host."""
     if isinstance(value, tuple):
         return tuple(on_gpu(cupy, part) for part in value)
     if not hasattr(value, "strides"):

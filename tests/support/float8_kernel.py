@@ -1,6 +1,6 @@
 """What does the kernel of 8 bits compute? Emulated for one head, without options.
 
-``kernels_cu/forward_fp8_sm90.cu``; how tensor cores sum is after MMA-Sim (Xie et al. 2025).
+The kernel is ``kernels_cu/forward_fp8_sm90.cu``. Tensor cores sum as in MMA-Sim (Xie et al. 2025).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ E4M3, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 
 BLOCK_N = 128
 STEP = 32  # products that a tensor core sums at once
-KEPT_BITS = 13  # behind the leading one of the largest of them
+KEPT_BITS = 13  # bits kept behind the leading one of the largest product
 # As in kernels_cu/sm90/softmax.cuh.
 WEIGHT_EXPONENT, MOST_SUM = 8.0, 440.0
 _CUT = 2.0**-KEPT_BITS
@@ -27,7 +27,7 @@ _AT_ONCE = 1 << 19  # products
 
 
 class Quantized(NamedTuple):
-    """Matrices of 8 bits, and what they are multiplied by."""
+    """Matrices of 8 bits and their scales."""
 
     q: Array
     k: Array
@@ -36,14 +36,14 @@ class Quantized(NamedTuple):
 
 
 def quantized(inputs: Sequence[Array], rotation: int | None) -> Quantized:
-    """As `cuflash.quantize` does; v is not turned."""
+    """Quantise as `cuflash.quantize` does; v is not rotated."""
     q, k = (cuflash.quantize(x, rotation=rotation) for x in inputs[:2])
     v = cuflash.quantize(inputs[2])
     return Quantized(q.array, k.array, v.array, (q.scale, k.scale, v.scale))
 
 
 def cut_product(a: Array, b: Array, acc: Array | None = None) -> Array:
-    """Products as a tensor core sums e4m3: acc + a . b, in float32.
+    """Return acc + a . b in float32, summed as a tensor core sums e4m3.
 
     It aligns 32 products and the sum so far to the largest of them, and cuts each off.
     """
@@ -74,20 +74,20 @@ def emulated(
     weight_exponent: float = WEIGHT_EXPONENT,
     weights: Any = E4M3,
 ) -> tuple[Array, Array]:
-    """``out`` in bfloat16 and ``lse`` of one head, without options.
+    """Return ``out`` in bfloat16 and ``lse`` of one head, without options.
 
-    ``promotes``: the sum over a block is added in float32. Weights are rounded to ``weights``,
-    2^``weight_exponent`` times as large.
+    With ``promotes`` the sum over a block is added in float32. Weights are rounded to ``weights``
+    after multiplication by 2^``weight_exponent``.
     """  # fmt: skip
     unit = np.float32(np.log2(np.e) / np.sqrt(q.shape[-1]) * factors[0] * factors[1])
     total = np.zeros((len(q), 1), np.float32)
     o = np.zeros((len(q), v.shape[-1]), np.float32)
-    lanes = np.arange(BLOCK_N) // 2 % 4  # of a row, by key
+    lanes = np.arange(BLOCK_N) // 2 % 4  # the lane of each key in a row
     for first in reversed(range(0, len(k), BLOCK_N)):
         keys = slice(first, first + BLOCK_N)
         s = cut_product(q, k[keys].T) * unit
         highest = s.max(-1, keepdims=True)
-        if is_first := first + BLOCK_N >= len(k):  # of those that are visited
+        if is_first := first + BLOCK_N >= len(k):  # the first visited block
             reference_ = highest
         with np.errstate(all="ignore"):
             p = np.exp2(s - reference_ + np.float32(weight_exponent))

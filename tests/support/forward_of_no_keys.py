@@ -1,4 +1,4 @@
-"""``forward_of_no_keys.cu``: zeros where there are no keys, the room of a toy kernel."""
+"""``forward_of_no_keys.cu`` writes zeros where there are no keys: the module of a toy kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS = (Row("", (256, 256), (64, 64, 4)), Row("wide", (256, 256), (64, 64, 2)))
 
 
 class ForwardOfNoKeysConfig(KernelConfig):
-    """``forward_of_no_keys.cu``."""
+    """Configuration of ``forward_of_no_keys.cu``."""
 
     kernel = "forward_of_no_keys"
     params = "ForwardParams"
@@ -23,7 +23,7 @@ class ForwardOfNoKeysConfig(KernelConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request."""
+        """Return why the kernel refuses a request, or ""."""
         problem = request.problem
         if problem.dtype != "float32":
             return f"it writes float32, not {problem.dtype}"
@@ -31,7 +31,7 @@ class ForwardOfNoKeysConfig(KernelConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """The tile of its row."""
+        """Return the tile of the request's row."""
         problem = request.problem
         holding = {"wide": problem.head_dim_v > 128}
         tile = dict(zip(cls.tunables, tile_of(ROWS, holding, smallest(ROWS, problem)), strict=True))

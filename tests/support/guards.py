@@ -1,10 +1,10 @@
-"""Did anything write beside an array? Guard bands round every block that CuPy hands out.
+"""Did anything write beside an array? Guard bands surround every block that CuPy hands out.
 
-`guarded` has a test's allocations made of three parts: a guard, the bytes asked for, a guard.
-Guards hold a pattern; a block stays out of the pool until its guards have been compared, so that a
-write beside an array that is freed already is found, too. The bands belong to the allocator, not to
-single tests: outputs, gradients, workspaces and what CuPy itself needs all lie between them. Reads
-beside an array are not seen (compute-sanitizer's part, `tools/sanitize.py`).
+`guarded` makes a test's allocations of three parts: a guard, the bytes asked for, a guard. Guards
+hold a pattern. A block stays out of the pool until its guards have been compared, so that a write
+beside an array that is already freed is found, too. The bands belong to the allocator, not to
+single tests: outputs, gradients, workspaces and CuPy's own arrays all have them. Reads beside an
+array are not seen (compute-sanitizer finds them, `tools/sanitize.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-#: Bytes of a guard; in front it leaves the bytes asked for as aligned as CuPy's blocks are.
+#: Bytes of a guard. In front of the bytes asked for it keeps them as aligned as CuPy's blocks.
 GUARD = 512
 PATTERN = 0xA5
-#: Bytes that are kept out of the pool; beyond them the oldest blocks are compared and let go.
+#: Bytes kept out of the pool. Beyond them the oldest blocks are compared and released.
 KEPT = 256 << 20
 
 SOURCE = Path(__file__).with_name("guards.cu").read_text(encoding="utf-8")
@@ -33,19 +33,19 @@ class Memory(Protocol):
     """What guards need of a device."""
 
     def malloc(self, size: int) -> Any:
-        """Memory of the pool; has ``ptr``, and a sum with an integer is a place inside it."""
+        """Return memory of the pool, with ``ptr``; adding an integer gives a position inside."""
 
     def capturing(self) -> bool:
-        """Whether the current stream is being captured, so that nothing may be written now."""
+        """Return whether the current stream is being captured, when nothing may be written."""
 
     def fill(self, address: int) -> None:
         """Write the pattern to a guard, in the current stream's order."""
 
     def device(self) -> int:
-        """The current device."""
+        """Return the current device."""
 
     def damaged(self, device: int, addresses: Sequence[int]) -> np.ndarray:
-        """Which guards at ``addresses`` do not hold the pattern once the device is idle: bool."""
+        """Return whether each guard at ``addresses`` lost its pattern, once the device is idle."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Block:
 
     @property
     def guards(self) -> tuple[int, int]:
-        """Addresses of the guards in front and behind."""
+        """Return the addresses of the guards in front and behind."""
         return self.memory.ptr, self.memory.ptr + GUARD + self.size
 
     @property
     def taken(self) -> int:
-        """Bytes with both guards."""
+        """Return the bytes of the block with both guards."""
         return self.size + 2 * GUARD
 
 
@@ -75,11 +75,11 @@ class Guards:
         self.kept = kept
         self.blocks: deque[Block] = deque()  # oldest first
         self.held = 0  # bytes of `blocks`
-        self.lock = threading.Lock()  # of both
+        self.lock = threading.Lock()  # for both
         self.damages: list[str] = []
 
     def malloc(self, size: int) -> Any:
-        """A block for CuPy."""
+        """Return a block for CuPy."""
         if not size or self.memory.capturing():
             return self.memory.malloc(size)
         block = Block(self.memory.malloc(size + 2 * GUARD), size, self.memory.device())
@@ -93,7 +93,7 @@ class Guards:
         return block.memory + GUARD
 
     def compare(self, down_to: int = 0) -> None:
-        """Compare the oldest blocks' guards and let go of them until ``down_to`` bytes are kept."""
+        """Compare and release the oldest blocks until ``down_to`` bytes are kept."""
         of_device: dict[int, list[Block]] = {}
         with self.lock:
             while self.blocks and self.held > down_to:
@@ -108,7 +108,7 @@ class Guards:
                 self.damages.append(f"{where} an array of {blocks[number].size} bytes")
 
     def check(self) -> None:
-        """Compare the guards of all blocks; raise if any was damaged."""
+        """Compare the guards of all blocks; raise if one was damaged."""
         self.compare()
         assert not self.damages, "memory was written " + "; ".join(self.damages)
 
@@ -126,7 +126,7 @@ class CupyMemory:
         try:
             return bool(self.cupy.cuda.get_current_stream().is_capturing())
         except self.cupy.cuda.runtime.CUDARuntimeError:
-            return True  # the default stream beside one that is captured
+            return True  # the default stream, beside one that is captured
 
     def fill(self, address: int) -> None:
         stream = self.cupy.cuda.get_current_stream().ptr
@@ -154,7 +154,7 @@ def _kernel() -> Any:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Guard what CuPy allocates inside, in all threads; raise at the end if a guard was damaged."""
+    """Guard all allocations of CuPy inside, in all threads; raise at the end if one was damaged."""
     import cupy
 
     guards, before = Guards(CupyMemory()), cupy.cuda.get_allocator()

@@ -1,4 +1,4 @@
-"""What do the tests of Hopper's kernels ask for? Head sizes, shapes, options, and their calls."""
+"""Which head sizes, shapes and options do the tests of Hopper's kernels use?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.problems import Call
 #: (head_dim, head_dim_v): every row of the tables, and sizes between.
 ROWS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 BETWEEN = [(16, 8), (32, 32), (72, 72), (80, 96), (104, 120), (64, 128), (144, 64), (208, 240)]
-#: Ragged for every tile; one query; one key.
+#: Partial tiles in every size; one query; one key.
 SHAPES = [((2, 3), 77, 130), ((1, 2), 300, 515), ((3,), 1, 200), ((1, 2), 400, 1)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -39,7 +39,7 @@ def make(
     dtype: Any = bfloat16,
     family: str = "normal",
 ) -> Call:
-    """A call with batch, queries and keys of ``shape``."""
+    """Return a call with batch, queries and keys of ``shape``."""
     batch, rows, keys = shape
     d, d_v = head_dims
     return problems.make_call(
@@ -49,7 +49,7 @@ def make(
 
 
 def in_every_shape(head_dims: tuple[int, int], name: str) -> Iterator[Call]:
-    """Calls with the options of that name, lengths no longer than what there is."""
+    """Yield calls with the options of this name, lengths cut to the shape."""
     for batch, rows, keys in SHAPES:
         ends = {"q_lengths": rows, "kv_lengths": keys}
         fitting = {n: min(x, ends[n]) if n in ends else x for n, x in OPTIONS[name].items()}

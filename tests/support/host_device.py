@@ -1,8 +1,8 @@
 """How do the portable kernels run without a GPU? Compiled by a C++ compiler, on fibers.
 
-`host_kernel.h` stands for CUDA, `host_ptx.h` for the instructions of ``kernels_cu/ptx``; a launch
-runs one block of threads after the other. What is left of CuPy is NumPy, so that plans, parameters
-and the sums after the kernels are those of a GPU.
+`host_kernel.h` replaces CUDA, and `host_ptx.h` the instructions of ``kernels_cu/ptx``. A launch
+runs one thread block after another. NumPy replaces CuPy, so that plans, parameters and the sums
+after the kernels are those of a GPU.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def on_device(array: Any) -> DeviceArray:
 
 
 def options_on_device(options: Options) -> Options:
-    """Options whose arrays have addresses."""
+    """Give the arrays of options addresses."""
     arrays = {name: on_device(array) for name, array in options.arrays.items()}
     object.__setattr__(options, "arrays", arrays)
     return options
@@ -75,7 +75,7 @@ def options_on_device(options: Options) -> Options:
 class HostDevice:
     """Compiles kernels into a folder, and runs them.
 
-    Memory that nobody wrote is full of ``unwritten``: NaN in every format, if nothing else is said.
+    Unwritten memory is full of ``unwritten``, by default NaN in every format.
     """
 
     unwritten = 0xFF
@@ -84,8 +84,8 @@ class HostDevice:
         self.folder = folder
         self.kernels: list[Any] = []
         self.launched: list[str] = []
-        self.configs: list[KernelConfig] = []  # that were compiled
-        self.copied_bytes = 0  # to shared memory, asynchronously
+        self.configs: list[KernelConfig] = []  # compiled ones
+        self.copied_bytes = 0  # copied to shared memory, asynchronously
         self.compile = functools.cache(self._compile)
 
     def memory(self, shape: tuple[int, ...] | int, dtype: Any = np.float64) -> DeviceArray:
@@ -125,7 +125,7 @@ class HostDevice:
         )  # fmt: skip
 
     def extended_launch(self, kernel: compilation.Kernel, grid: int, attribute: bytes) -> Any:
-        """That of ``kernel_launcher``: of a cluster, if the attribute says so."""
+        """Replace ``kernel_launcher.extended_launch``; launches a cluster if the attribute asks."""
         kind, cluster = struct.unpack_from("<i4xI", attribute)
         own = cluster if kind == kernel_launcher.CLUSTER else 1
 
@@ -144,7 +144,7 @@ def forget() -> None:
 def host_device(
     folder: Path, capability: int = 80, *, multiprocessors: int = 4, tensor_maps: bool = False
 ) -> Iterator[HostDevice]:
-    """Let launches run on the host, which stands for a device of a compute capability."""
+    """Run launches on the host, which simulates a device of a compute capability."""
     device = HostDevice(folder)
     stream = SimpleNamespace(ptr=0, is_capturing=lambda: False)
     limits = hardware.Limits(227 << 10, 228 << 10, 2048)

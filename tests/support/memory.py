@@ -1,9 +1,8 @@
 """Does a call read and write exactly the memory that it was given?
 
-Inputs lie inside buffers filled with a poison (NaN, 0x7F.. for integers, True for masks), at odd
-element offsets unless asked for others, outputs inside buffers filled with another pattern.
-Afterwards every byte outside the elements of an output, and every byte of an input's buffer, must
-be what it was before.
+Inputs are inside buffers filled with a poison (NaN, 0x7F.. for integers, True for masks), at odd
+element offsets by default. Outputs are inside buffers filled with another pattern. Afterwards every
+byte of an input's buffer, and every byte outside the elements of an output, must be unchanged.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ ALIGNED = 64
 
 @dataclass(frozen=True)
 class Placement:
-    """How the elements of an array lie in memory.
+    """Where the elements of an array are in memory.
 
-    ``order`` lists the axes from slowest to fastest, ``gaps`` how many elements of room each
-    element along an axis takes (1 is dense), ``flips`` the axes with negative stride, ``zeros``
-    the axes with stride 0 (the array is constant along them), ``lead`` the elements in front.
-    An entry of ``gaps``, ``flips`` and ``zeros`` belongs to the axis of the same index.
+    ``order`` lists the axes from slowest to fastest. ``gaps`` is how many elements of room each
+    element along an axis takes (1 is dense), ``flips`` the axes with negative stride, ``zeros`` the
+    axes with stride 0 (the array is constant along them), ``lead`` the elements in front. An entry
+    of ``gaps``, ``flips`` and ``zeros`` belongs to the axis of the same index.
     """
 
     order: tuple[int, ...]
@@ -41,18 +40,18 @@ class Placement:
 
     @classmethod
     def dense(cls, ndim: int, lead: int = BAND) -> Placement:
-        """C order, no gaps."""
+        """Return C order without gaps."""
         none = (False,) * ndim
         return cls(tuple(range(ndim)), (1,) * ndim, none, none, lead)
 
     def layout(self, shape: tuple[int, ...]) -> tuple[list[int], int, int]:
-        """Strides, position of element (0, ..., 0) and extent, all in elements."""
+        """Return strides, position of element (0, ..., 0) and extent, all in elements."""
         strides, reach, first = [0] * len(shape), 1, 0
         for axis in reversed(self.order):
             if self.zeros[axis]:
                 continue
             strides[axis] = reach * self.gaps[axis]
-            if shape[axis] > 1:  # the stride of an axis of one element may be anything
+            if shape[axis] > 1:  # the stride of an axis of one element is arbitrary
                 reach = strides[axis] * shape[axis]
         for axis, extent in enumerate(shape):
             if self.flips[axis] and extent:
@@ -63,16 +62,16 @@ class Placement:
 
 @dataclass
 class Placed:
-    """One array inside its buffer: ``view`` is what the library gets."""
+    """One array inside its buffer; cuflash gets ``view``."""
 
     view: Array
     buffer: Array  # all bytes, on the array's device
-    before: np.ndarray  # the bytes as they were
+    before: np.ndarray  # the bytes before the call
     covered: np.ndarray  # True for bytes of the array's own elements
 
 
 def to_device(xp: ModuleType, array: np.ndarray) -> Array:
-    """Copy a NumPy array to ``xp`` byte for byte, whatever its dtype; C order."""
+    """Copy a NumPy array to ``xp`` byte for byte, in C order, whatever its dtype."""
     return _view(xp, xp.asarray(_bytes(array)), array.shape, array.dtype, 0, None)
 
 
@@ -93,18 +92,18 @@ def place(xp: ModuleType, array: np.ndarray, placement: Placement, poison: str) 
 def reserve(
     xp: ModuleType, shape: tuple[int, ...], dtype: Any, placement: Placement, poison: str
 ) -> Placed:
-    """Room for a result: the elements themselves are poisoned too."""
+    """Return room for a result, whose elements are poisoned, too."""
     return _blank(xp, shape, np.dtype(dtype), placement, poison)
 
 
 def assert_unchanged(name: str, placed: Placed) -> None:
-    """Raise unless an input and all that lies round it is bit-identical to what was given."""
+    """Raise unless an input and its buffer are bit-identical to what was given."""
     changed = np.flatnonzero(to_numpy(placed.buffer) != placed.before)
     assert not changed.size, f"{name}: the call changed byte {changed[0]} of the input's buffer"
 
 
 def assert_written_inside(name: str, placed: Placed) -> None:
-    """Raise unless every byte outside the elements of an output is what it was."""
+    """Raise unless every byte outside the elements of an output is unchanged."""
     changed = np.flatnonzero((to_numpy(placed.buffer) != placed.before) & ~placed.covered)
     assert not changed.size, f"{name}: the call wrote byte {changed[0]}, outside the array"
 

@@ -1,4 +1,4 @@
-"""How do threads run that take several neighbours of arrays? On the host, instead of CuPy's."""
+"""How do threads run that process several neighbouring elements? On the host, instead of CuPy."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _CTYPES = {
     "uint8": "unsigned char", "uint16": "unsigned short", "uint32": "unsigned int",
     "uint64": "unsigned long long",
 }  # fmt: skip
-_ALIGNMENT = 512  # of what a device hands out
+_ALIGNMENT = 512  # of a device's allocations
 
 
 def probe(name: str, parameters: dict[str, Any], body: str) -> str:
-    """Source of a probe whose threads do what ``body`` says.
+    """Return the source of a probe whose threads run ``body``.
 
     ``parameters`` are dtypes by name, the result last. S is the type of the first, T of the last.
     """
@@ -43,7 +43,7 @@ def probe(name: str, parameters: dict[str, Any], body: str) -> str:
 
 
 def on_the_host(folder: Path, parameters: dict[str, Any], body: str) -> Callable[..., None]:
-    """What threads do, each with the elements of arrays at its number; numbers are for all."""
+    """Return a function that runs ``body`` for each element of arrays; numbers are for all."""
     text = probe("neighbours_probe.cpp", parameters, body)
     name = f"{len(list(folder.iterdir()))}"
     source, library = folder / f"{name}.cpp", folder / f"{name}.so"
@@ -63,7 +63,7 @@ def on_the_host(folder: Path, parameters: dict[str, Any], body: str) -> Callable
 
 
 def _addresses(array: np.ndarray) -> np.ndarray:
-    """Of all elements."""
+    """Return the addresses of all elements."""
     places = np.full(array.shape, array.ctypes.data, np.int64)
     for axis, stride in enumerate(array.strides):
         extent = [-1 if i == axis else 1 for i in range(array.ndim)]
@@ -72,7 +72,7 @@ def _addresses(array: np.ndarray) -> np.ndarray:
 
 
 def placed(array: np.ndarray, offset: int = 0) -> DeviceArray:
-    """Where a device's memory begins, or so many elements behind."""
+    """Copy an array to the alignment of device memory, or ``offset`` elements behind it."""
     room = np.zeros(array.nbytes + _ALIGNMENT + offset * array.itemsize, np.uint8)
     first = -room.ctypes.data % _ALIGNMENT + offset * array.itemsize
     made = room[first:][: array.nbytes].view(array.dtype).reshape(array.shape)
@@ -81,7 +81,7 @@ def placed(array: np.ndarray, offset: int = 0) -> DeviceArray:
 
 
 def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
-    """But those of NaN."""
+    """Assert that arrays have the same bits, except those of NaN."""
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     unsigned = np.dtype(f"u{expected.dtype.itemsize}")

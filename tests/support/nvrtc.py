@@ -1,8 +1,8 @@
 """Which generations of NVRTC can compile here, beside the one that CuPy has bound?
 
-The wheels of NVRTC are plain shared libraries: one of another generation than CuPy's needs neither
-a driver nor a second CuPy, and both live in one process. It lies in a folder of its own, because
-CuPy for CUDA 12 takes NVRTC 13 where it finds both. (D73)
+The wheels of NVRTC are plain shared libraries. One of another generation than CuPy's needs neither
+a driver nor a second CuPy, and both work in one process. It has a folder of its own, because CuPy
+for CUDA 12 takes NVRTC 13 where it finds both. (D73)
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ DISTRIBUTIONS = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
 
 @functools.cache
 def compiler_of(generation: int) -> compilation.Compiler | None:
-    """Return what compiles with NVRTC 12 or 13: CuPy's own binding, a wheel, or nothing."""
+    """Return a compiler by NVRTC 12 or 13 (CuPy's own binding or a wheel), or None."""
     from cupy_backends.cuda.libs import nvrtc
 
-    # CuPy binds its library when it is first asked something, and takes one that is in the process
-    # already, of whatever generation: it has to be asked before another one is loaded.
+    # CuPy binds its library on first use, and takes one that the process has loaded, of whatever
+    # generation. So CuPy has to be asked before another library is loaded.
     if nvrtc.getVersion()[0] == generation:
         return compilation._nvrtc
     path = library_of(DISTRIBUTIONS[generation])
@@ -36,9 +36,9 @@ def compiler_of(generation: int) -> compilation.Compiler | None:
 
 
 def all_cores() -> ThreadPoolExecutor:
-    """Threads to compile with, since NVRTC runs without Python's lock: one a core.
+    """Return one thread per core to compile with, since NVRTC runs without Python's lock.
 
-    With three a core, Python's own choice for two, a kernel takes 1.1 times the processor.
+    With three per core, Python's own choice for two cores, a kernel takes 1.1 times the CPU time.
     """
     return ThreadPoolExecutor(os.cpu_count())
 
@@ -60,13 +60,13 @@ class Library:
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
 
     def version(self) -> tuple[int, int]:
-        """Major and minor."""
+        """Return (major, minor)."""
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
         return major.value, minor.value
 
     def compile(self, source: str, options: tuple[str, ...]) -> tuple[bytes, str]:
-        """Compile in memory: (cubin, log)."""
+        """Compile in memory; return (cubin, log)."""
         program = ctypes.c_void_p()
         self._call(
             "nvrtcCreateProgram",

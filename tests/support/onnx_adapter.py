@@ -1,9 +1,10 @@
 """What is a call of the ONNX operator ``Attention`` (opset 25) in cuflash's words?
 
-Attributes and inputs have ONNX's names, meanings and defaults. Where the two differ: ONNX counts
-queries from the keys of the cache (offset = length of the past; without a cache 0, or
-``nonpad_kv_seqlen - seqlen_q`` where the cache is the caller's), packs heads into the last axis of
-3-D tensors, and lets ``attn_mask`` have fewer columns than there are keys: the rest is hidden.
+Attributes and inputs have ONNX's names, meanings and defaults. The two differ in three points. ONNX
+counts queries from the keys of the cache: the offset is the length of the past, without a cache 0,
+and ``nonpad_kv_seqlen - seqlen_q`` where the cache is the caller's. It packs heads into the last
+axis of 3-D tensors. Its ``attn_mask`` may have fewer columns than there are keys, and hides the
+rest.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def attention(
     if mask is not None:
         name = "mask" if mask.dtype == np.bool_ else "bias"
         options[name] = _to_width(xp, mask, K.shape[2])
-    # Scores are float32 at least; more is to be had by more precise operands.
+    # Scores are float32 at least. Operands of higher precision give more.
     dtype = Q.dtype
     if given["softmax_precision"] == DOUBLE:
         dtype = np.dtype(np.float64)
@@ -102,7 +103,7 @@ def attention(
 
 
 def _unpacked(array: Array, num_heads: int | None) -> Array:
-    """(batch, seqlen, heads * d) as (batch, heads, seqlen, d), a view."""
+    """Return (batch, seqlen, heads * d) as a view (batch, heads, seqlen, d)."""
     if num_heads is None:
         raise ValueError("3-D inputs need q_num_heads and kv_num_heads")
     batch, seqlen, width = array.shape
@@ -110,7 +111,7 @@ def _unpacked(array: Array, num_heads: int | None) -> Array:
 
 
 def _to_width(xp: ModuleType, mask: Array, seqlen_k: int) -> Array:
-    """``attn_mask`` of at least two axes, its missing columns hidden."""
+    """Return ``attn_mask`` with at least two axes, its missing columns hidden."""
     mask = mask.reshape((1,) * (2 - mask.ndim) + mask.shape)
     missing = seqlen_k - mask.shape[-1]
     if not missing:
@@ -121,7 +122,7 @@ def _to_width(xp: ModuleType, mask: Array, seqlen_k: int) -> Array:
 
 
 def _scores(q: Array, k: Array, options: dict[str, Any], mode: int) -> np.ndarray:
-    """Scores of one stage of the pipeline, from the definition: the library never forms them."""
+    """Return scores of one stage by the definition, since cuflash never forms them."""
     known = {
         RAW: ("scale", "enable_gqa"),
         AFTER_SOFTCAP: ("scale", "softcap", "enable_gqa"),

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """Shares are in [0, 1] and rounded up, so that a share above zero keeps something."""
+    """Shares, in [0, 1], of what a part runs; rounded up, so that none above 0 is empty."""
 
     name: str
     short: float  # of the tests of each file without the markers below
@@ -33,7 +33,7 @@ class Part:
     gate: float  # of the cases of each compile gate
     full: float  # of the tests with the marker full
     kernels: float  # of the kernels of each case of a compile gate
-    examples: int  # of each property
+    examples: int  # examples of each property
 
 
 QUICK = Part("quick", short=0.1, long=0.0, gate=0.0, full=0.0, kernels=0.0, examples=5)
@@ -73,9 +73,9 @@ def kernels_of_part(configs: Iterable[T]) -> list[T]:
 
 
 def node_ids_of(items: Iterable[pytest.Item], part: Part) -> set[str]:
-    """Node ids of the tests that a part runs.
+    """Return the node ids of the tests that a part runs.
 
-    Cases marked gpu or slow have shares of their own: they cannot stand for the cases that run.
+    Cases marked gpu or slow have shares of their own: they cannot replace the cases that run.
     """
     cases = defaultdict(list)
     for item in items:
@@ -111,7 +111,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Bound the examples of properties, unless a profile of Hypothesis is asked for."""
     RUN.part = chosen(config)
     if not config.getoption("--hypothesis-profile"):
-        # Evidence from a GPU, and its rehearsal, are of the same kernels each time.
+        # Evidence from a GPU and its rehearsal need the same kernels each time.
         same = any(config.getoption(name, None) for name in ("--gpu-report", "--rehearse"))
         settings.register_profile(
             "part", deadline=None, max_examples=RUN.part.examples, derandomize=same
@@ -132,14 +132,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tell the process that started this one, if one did, what was left out here."""
+    """Tell the parent process, if there is one, what was left out here."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left out"] = (RUN.tests, RUN.kernels)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Every process leaves out the same tests, and kernels of its own gates."""
+    """Add up what workers left out: each the same tests, and kernels of its own gates."""
     tests, kernels = getattr(node, "workeroutput", {}).get("left out", (0, 0))
     RUN.tests = max(RUN.tests, tests)
     RUN.kernels += kernels

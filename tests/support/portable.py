@@ -1,4 +1,4 @@
-"""Which kernels do calls take, and how those of other devices on one that has better ones?"""
+"""Which kernels do calls take, and how do kernels of other devices run on a better one?"""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from cuflash._select.hardware import Hardware
 
 
 def planned_kernels() -> Any:
-    """Context in which calls are planned anew, with the configurations of their kernels."""
+    """Return a context that plans calls anew, and yields the configurations of their kernels."""
     return _planned_for(_here())
 
 
 def portable_kernels() -> Any:
-    """The same of kernels that every architecture has."""
+    """Return such a context with portable kernels only."""
     return _planned_for(_here()._replace(tensor_maps=False))
 
 
 def planned_launchers() -> list[KernelLauncher]:
-    """The launches of all plans that are known."""
+    """Return the launches of all cached plans."""
     plans = [plan for plan in plan_cache._plans.values() if isinstance(plan, Plan)]
     return [launcher for plan in plans for launcher in plan.launchers]
 
 
 def kernels_of(arch: str) -> Any:
-    """The same of an architecture: what it multiplies with, its shared memory."""
+    """Return such a context with kernels for an architecture's instructions and shared memory."""
     return _planned_for(hardware.typical(arch)._replace(tensor_maps=False))
 
 
 def _here() -> Hardware:
-    import cupy  # or what stands for it just now
+    import cupy  # or its replacement
 
     return hardware.of_device(cupy.cuda.runtime.getDevice())
 

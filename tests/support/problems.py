@@ -1,7 +1,7 @@
 """Which calls should be tried? A call as a value, and Hypothesis strategies that draw whole ones.
 
-Arrays of a `Call` are canonical (batch axes, then sequence and feature); how they lie in memory and
-in which axes order the library gets them is part of the call, so that one drawn value says all.
+Arrays of a `Call` are canonical (batch axes, then sequence and feature). Their placement in memory
+and their axes order for cuflash are part of the call, so that one drawn value says all.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MIXED: Pairs = ((-2, -1), (-3, -1), (-1, -2), (-3, -2))
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Call(testing.Call):
-    """A call together with how its arrays lie in memory.
+    """A call together with the placement of its arrays in memory.
 
-    ``options`` are keyword arguments with NumPy arrays; ``axes`` is None or the four pairs;
-    ``placements`` says by name how inputs, array options and results lie in memory; all others are
-    dense, ``lead`` elements behind the start of their buffer. With ``sequences`` so many of equal
-    length are packed, see :func:`packed`; ``tf32`` asks for products of TF32.
+    ``options`` are keyword arguments with NumPy arrays. ``axes`` is None or the four pairs.
+    ``placements`` has inputs, array options and results by name; all others are dense, ``lead``
+    elements behind the start of their buffer. ``sequences`` is the number of packed sequences of
+    equal length, see :func:`packed`. ``tf32`` asks for products of TF32.
     """
 
     axes: Pairs | None = None
@@ -49,13 +49,13 @@ class Call(testing.Call):
 
     @classmethod
     def of(cls, call: testing.Call) -> Call:
-        """A call of ``cuflash.testing``, dense in memory."""
+        """Return a call of ``cuflash.testing``, dense in memory."""
         return cls(**{own.name: getattr(call, own.name) for own in fields(testing.Call)})
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What may be drawn for one array module: the tails of its tiles, and what it serves.
+    """What may be drawn for one array module: partial tiles, and what it supports.
 
     Each dtype, head_dim and option present is a kernel of its own that costs a second to compile,
     so few are drawn for a GPU.
@@ -75,7 +75,7 @@ PER_HEAD = ("alibi_slopes", "sink")
 WITHOUT_SINK = (*RANGES, *EVERYWHERE, "alibi_slopes", "segment_ids")
 WITHOUT_DROPOUT = (*WITHOUT_SINK, "sink")
 ALL_OPTIONS = (*WITHOUT_DROPOUT, "dropout")
-#: Tiles on the host are patched down to this size, so that small arrays have tails.
+#: Host tiles are made this small, so that small arrays have partial tiles.
 HOST_TILE = 16
 _HOST = Limits(
     dtypes=tuple(DTYPES),
@@ -108,7 +108,7 @@ _DEVICE = Limits(
 
 
 def limits_of(xp: ModuleType) -> Limits:
-    """The limits of NumPy or CuPy."""
+    """Return the limits of NumPy or CuPy."""
     return _HOST if xp is np else _DEVICE
 
 
@@ -122,20 +122,20 @@ class Results:
 
 
 def make_call(*arguments: Any, **own: Any) -> Call:
-    """A call with inputs of one family; the fields of a Call may be given."""
+    """Return a call with inputs of one family; fields of a Call may be given."""
     general = {f.name: own.pop(f.name) for f in fields(testing.Call) if f.name in own}
     return Call.of(testing.make_call(*arguments, **general)).but(**own)
 
 
 def packed(call: Call) -> Call:
-    """The call with the entries of its first batch axis as packed sequences."""
+    """Return the call with the entries of its first batch axis as packed sequences."""
     arrays = {name: _joined(getattr(call, name), -3) for name in (*_OPERANDS, "dout")}
     dlse = None if call.dlse is None else _joined(call.dlse, -2)
     return call.but(sequences=call.batch[0], dlse=dlse, **arrays)
 
 
 def unpacked(call: Call, results: Results) -> tuple[Call, Results]:
-    """A packed call and its results as those of a batch, which is what it was made of."""
+    """Return a packed call and its results as the batch that they were made of."""
     n = call.sequences
     arrays = {name: _parted(getattr(call, name), n, -3) for name in (*_OPERANDS, "dout")}
     dlse = None if call.dlse is None else _parted(call.dlse, n, -2)
@@ -148,14 +148,14 @@ def unpacked(call: Call, results: Results) -> tuple[Call, Results]:
 
 
 def _joined(array: np.ndarray, heads: int) -> np.ndarray:
-    """Entries (sequences, heads, rows, ...) one after the other: (heads, sequences * rows, ...)."""
+    """Return entries (sequences, heads, rows, ...) joined as (heads, sequences * rows, ...)."""
     moved = np.moveaxis(array, 0, heads)
     rows = moved.shape[heads] * moved.shape[heads + 1]
     return moved.reshape(*moved.shape[:heads], rows, *moved.shape[moved.ndim + heads + 2 :])
 
 
 def _parted(array: np.ndarray, sequences: int, heads: int) -> np.ndarray:
-    """What was joined, apart again."""
+    """Undo `_joined`."""
     at = array.ndim + heads + 1
     rows = array.shape[at] // sequences
     parts = array.reshape(*array.shape[:at], sequences, rows, *array.shape[at + 1 :])
@@ -163,7 +163,7 @@ def _parted(array: np.ndarray, sequences: int, heads: int) -> np.ndarray:
 
 
 def check_a_query_without_keys(xp: ModuleType, clean: Call, row: int) -> None:
-    """Assert that of a query that no key is visible to nothing is seen: here it holds NaN."""
+    """Assert that NaN in a query that sees no key reaches no result."""
     q, dout = clean.q.copy(), clean.dout.copy()
     q[..., row, :] = dout[..., row, :] = np.nan
     expected, result = run(xp, clean), run(xp, clean.but(q=q, dout=dout))
@@ -173,7 +173,7 @@ def check_a_query_without_keys(xp: ModuleType, clean: Call, row: int) -> None:
 
 
 def probe(call: Call) -> Call:
-    """The call with one-hot values, key j to column j mod d_v: out is sums of probabilities."""
+    """Return the call with one-hot values, key j to column j mod d_v: out sums probabilities."""
     keys, columns = call.v.shape[-2:]
     hot = np.arange(keys)[:, None] % max(columns, 1) == np.arange(columns)
     v = np.broadcast_to(hot, call.v.shape).astype(call.v.dtype)
@@ -191,10 +191,10 @@ def run(
     lse: np.ndarray | None = None,
     saved_out: np.ndarray | None = None,
 ) -> Results:
-    """Run the library on poisoned memory, check what it touched, return results on the host.
+    """Run cuflash on poisoned memory, check what it touched, return results on the host.
 
-    ``with_out`` passes ``out=`` and ``grads_out=`` inside canary bands; ``lse`` and, in canonical
-    axes order, ``saved_out`` replace what the forward returned in the backward.
+    ``with_out`` passes ``out=`` and ``grads_out=`` inside canary bands. ``lse`` and ``saved_out``,
+    the latter in canonical axes order, replace the forward's results in the backward.
     """
     pairs = call.axes or CANONICAL
     inputs = {
@@ -272,7 +272,7 @@ def run(
 
 
 def _on_device(xp: ModuleType, value: Any) -> Any:
-    """An option that is no array; of a formula the arrays move."""
+    """Return an option that is no array, with the arrays of a formula on the device."""
     if not hasattr(value, "arrays"):
         return value
     return replace(value, arrays={n: memory.to_device(xp, a) for n, a in value.arrays.items()})
@@ -342,9 +342,9 @@ def calls(
 ) -> Call:
     """Draw a whole call: arguments of ``cuflash.testing.calls`` within ``limits``, and layouts.
 
-    ``layouts`` draws axes orders and strides too, ``gradients`` asks for those of options too.
-    Without ``layouts`` all arrays are aligned or none is: Hopper's kernels serve the first, the
-    portable ones the second. Where few sets of options are served, kinds of `shared_kernels` are
+    ``layouts`` also draws axes orders and strides, and ``gradients`` also asks for those of
+    options. Without ``layouts`` either all arrays are aligned, for Hopper's kernels, or none is,
+    for the portable ones. Where few sets of options are supported, kinds of `shared_kernels` are
     drawn.
     """
     aligned, kind = st.booleans(), None
@@ -371,7 +371,7 @@ def calls(
 
 
 def _laid_out(draw: st.DrawFn, call: Call) -> Call:
-    """Give the call an axes order, and each array strides of its own: 0, negative, gapped."""
+    """Give the call an axes order, and each array strides that may be 0, negative or gapped."""
     ranks = [a.ndim for a in (call.q, call.k, call.v, call.dout)]
     orders = [None, FEATURE_FIRST] + ([SEQUENCE_OUTSIDE_HEADS, MIXED] if min(ranks) > 2 else [])
     pairs = draw(st.sampled_from(orders))

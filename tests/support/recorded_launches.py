@@ -1,6 +1,6 @@
-"""Which kernels would a call launch on an H100? The whole of its path but NVRTC and the driver.
+"""Which kernels would a call launch on an H100? All of its path runs but NVRTC and the driver.
 
-CuPy is NumPy as in `host_device`; what is launched is listed and does nothing.
+NumPy replaces CuPy as in `host_device`. Launches are listed and do nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from support.host_device import DeviceArray, host_device
 
 @contextmanager
 def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
-    """What stands for CuPy, and the configurations of kernels that were launched inside.
+    """Yield the simulated CuPy, and the configurations of kernels launched inside.
 
-    Memory that nobody wrote is 0.
+    Unwritten memory is 0.
     """
     hardware = select_hardware.typical("sm_90")
     compiled: list[KernelConfig] = []
@@ -59,7 +59,7 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
         library = _standing_for_cupy(run.cupy)
         patch.setitem(sys.modules, "cupy", library)
         patch.setattr(_arrays, "imported_cupy", lambda: library)
-        patch.setattr(float8, "dequantized", lambda *_: None)  # CuPy's own compiler has it
+        patch.setattr(float8, "dequantized", lambda *_: None)  # compiled by CuPy itself
         patch.setattr(tile_counters, "address", lambda *_: 0)
         patch.setattr(tensor_map, "encode", lambda *_: bytes(tensor_map.MAP_BYTES))
         patch.setattr(tensor_map, "with_addresses", lambda maps, _: maps)
@@ -74,7 +74,7 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
 
 
 def _standing_for_cupy(library: Any) -> Any:
-    """The part of CuPy that calls look at by its name, beside what modules have imported."""
+    """Return a CuPy for calls that look it up by name, beside what modules have imported."""
     cuda = dict(vars(library.cuda))
     cuda["runtime"] = SimpleNamespace(getDevice=lambda: 0, CUDARuntimeError=RuntimeError)
     as_strided = functools.partial(np.lib.stride_tricks.as_strided, subok=True)

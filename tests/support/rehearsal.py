@@ -2,9 +2,9 @@
 
     python -m pytest -m gpu --rehearse kernels.jsonl [tests]
 
-`cupy_stand_in` stands for CuPy, and what is known of an H100 for a device: plans are made, and
-launches do nothing. Results are those of the CPU path, so that tests go on. A line of the file is a
-kernel, its architecture and the test that asked for it.
+`cupy_stand_in` replaces CuPy, and known facts of an H100 replace the device. Plans are made, and
+launches do nothing. Results are those of the CPU path, so that tests go on. Each line of the file
+has a kernel, its architecture and the test that asked for it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from support import cupy_stand_in, rehearsed_results
 from support.cupy_stand_in import to_host
 
 ARCH = "sm_90"
-_PAIRS = 1 << 14  # of queries and keys of a call whose error budget is computed
+_PAIRS = 1 << 14  # (query, key) pairs of a call whose error budget is computed
 
 
 class Rehearsal:
-    """A run of tests, the kernels that they launch, and why the running one lacks results."""
+    """A run of tests, their launched kernels, and why the running test lacks results."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,17 +48,17 @@ class Rehearsal:
         self.unfilled = ""
 
     def function(self, _: Any, config: Any) -> tuple[Any, None]:
-        """Stand for `compilation._function`."""
+        """Replace `compilation._function`."""
         arch = compilation.architecture(config, hardware.typical(ARCH).capability)
-        compilation.source_of(config, arch)  # its fields have to be known to the source
+        compilation.source_of(config, arch)  # the source must know all fields
         own = {"arch": arch, "config": config_as_json(config), "test": self.test}
         self.kernels.add(json.dumps(own) + "\n")
         return SimpleNamespace(ptr=1), None
 
     def filling(self, launch: Callable[..., Any], fill: Callable[..., Any]) -> Any:
-        """``launch``, and then ``fill`` on the same arguments in host memory.
+        """Return ``launch``, followed by ``fill`` on the same arguments in host memory.
 
-        What ``fill`` returns are the elements of what ``launch`` has returned.
+        ``fill`` returns the elements of the result of ``launch``.
         """
 
         parameters = inspect.signature(fill)
@@ -71,7 +71,7 @@ class Rehearsal:
                     own = fill(*given.args, **given.kwargs)
                 if own is not None:
                     to_host(found)[...] = own
-            except Exception as error:  # of values that kernels clamp, of a formula for kernels
+            except Exception as error:  # values that kernels clamp, formulas for kernels
                 self.unfilled = f"no results without a device ({type(error).__name__}: {error})"
             return found
 
@@ -84,7 +84,7 @@ class Rehearsal:
         try:
             return (yield)
         finally:
-            with self.path.open("a") as file:  # at once, whoever else writes
+            with self.path.open("a") as file:  # at once, as other processes write, too
                 file.write("".join(sorted(self.kernels)))
             self.kernels.clear()
 
@@ -99,7 +99,7 @@ class Rehearsal:
 
 
 def _on_host(value: Any) -> Any:
-    """An argument of a launch with its arrays in host memory."""
+    """Return an argument of a launch with its arrays in host memory."""
     if isinstance(value, Mapping):
         return {name: _on_host(array) for name, array in value.items()}
     if isinstance(value, Saved):
@@ -115,7 +115,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _of_small_calls(check: Callable[..., None]) -> Callable[..., None]:
-    """A check of a `Budget`, which takes longer than all else, on few pairs of queries and keys."""
+    """Return a `Budget` check that runs only for few (query, key) pairs, as it is slow."""
 
     def small(budget: Budget, *args: Any, **named: Any) -> None:
         call = budget.call
@@ -126,7 +126,7 @@ def _of_small_calls(check: Callable[..., None]) -> Callable[..., None]:
 
 
 def _install(rehearsal: Rehearsal) -> None:
-    """Let the process have the stand-in for CuPy and a device: for good, before it is imported."""
+    """Replace CuPy and the device in this process for good, before CuPy is imported."""
     cupy = importlib.import_module("cupy")
     bindings = {n: importlib.import_module(f"cupy_backends.cuda.api.{n}") for n in _BINDINGS}
     modules = cupy_stand_in.stand_in(cupy, **bindings)
@@ -138,7 +138,7 @@ def _install(rehearsal: Rehearsal) -> None:
     hardware._assumed = hardware.typical(ARCH)
     compilation._function = rehearsal.function  # type: ignore[assignment]
     driver.attribute = _attribute  # type: ignore[assignment]
-    driver.function = lambda _: lambda *_: 0  # type: ignore[assignment]  what it does succeeds
+    driver.function = lambda _: lambda *_: 0  # type: ignore[assignment]  succeeds
 
     from cuflash._launch import run
 
@@ -147,12 +147,12 @@ def _install(rehearsal: Rehearsal) -> None:
     for name in ("check_forward", "check_backward", "check_probe"):
         setattr(Budget, name, _of_small_calls(getattr(Budget, name)))
     subprocess.Popen = _refused_process  # type: ignore[assignment,misc]
-    # A known call has its checks again: only they know the arrays.
+    # Known calls are checked again, since only checked calls have the arrays.
     run.repeated_forward = run.repeated_backward = lambda *_: lambda *_: None
 
 
 def _forget() -> None:
-    """Let a test ask for its kernels, whatever was asked for before."""
+    """Clear plans and kernels, so that a test asks for its kernels itself."""
     from cuflash._launch import cache, plan_cache
 
     plan_cache.forget()
@@ -182,7 +182,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--rehearse")
     if path is not None:
-        config.option.gpu_timeout = 0.0  # the CPU path takes its time
+        config.option.gpu_timeout = 0.0  # the CPU path is slow
         rehearsal = Rehearsal(path.absolute())
         _install(rehearsal)
         config.pluginmanager.register(rehearsal, "rehearsal")

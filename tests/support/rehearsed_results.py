@@ -1,4 +1,4 @@
-"""What would kernels have written? The CPU path says it, into the same arrays in host memory."""
+"""What would kernels have written? The CPU path writes it into the same arrays in host memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from cuflash._problem.problem import Problem
 from cuflash._results import Saved
 
 _OF_CACHES = ("grow", "write", "take", "turn")
-_OPERATIONS = 3e9  # of a call that the CPU path computes
+_OPERATIONS = 3e9  # at most, for a call on the CPU path
 
 
 def seams() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Functions that launch kernels, by module and name, and what writes their results."""
+    """Return module and name of each launching function, and what writes its results."""
     from cuflash._launch import cache, float8, one_pass, run
 
     of_caches = [(cache, name, getattr(host_cache, name)) for name in _OF_CACHES]
@@ -62,7 +62,7 @@ def _forward(
 
 
 def _pages(problem: Problem, like: Array, stride: int) -> Array:
-    """(pages,) + heads + (page_size, d) of what stands for all keys of a sequence."""
+    """Return a view (pages, *heads, page_size, d) of the array that has all keys of a sequence."""
     shape = (problem.pages.num_pages, *like.shape[1:-2], problem.pages.size, like.shape[-1])
     return np.lib.stride_tricks.as_strided(like, shape, (stride, *like.strides[1:]))
 

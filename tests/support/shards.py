@@ -1,6 +1,6 @@
-"""How is a call of whole arrays made by simulated ranks, and its results put together?
+"""How do simulated ranks make a call of whole arrays, and how are results put together?
 
-And how do ranks meet in a test? Over sockets, one thread for each.
+In tests of sockets each rank has a thread.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ QKV = ("q", "k", "v")
 
 
 def has_rows(array: Any, axis: int) -> bool:
-    """Whether an option has a value for each query, not one for all."""
+    """Return whether an option has a value for each query, not one for all."""
     return array is not None and array.ndim >= -axis and array.shape[axis] != 1
 
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Let new arrays of NumPy hold NaN, as memory of a pool may: what is not written is read."""
+    """Fill new NumPy arrays with NaN, as pool memory may be, so that unwritten elements show."""
 
     def poisoned(make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         def made(*given: Any, **named: Any) -> np.ndarray:
@@ -44,7 +44,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def in_threads(size: int, run: Callable[[Any], Any], **how: Any) -> list[Any]:
-    """What ``run(communicator)`` returns on each rank, or raises; a list has a value for each."""
+    """Return what ``run(communicator)`` returns or raises on each rank; lists have one per rank."""
     limits = {"op_timeout": 20.0, "init_timeout": 10.0, "transport": "host"}
     how = limits | {"address": f"127.0.0.1:{_launchers.free_port()}"} | how
     found: dict[int, Any] = {}
@@ -84,7 +84,7 @@ class Shards:
         return found[0]
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """With the rows of each rank where an option has rows."""
+        """Return the options, cut to the rows of each rank where they have rows."""
         own = dict(options)
         for name in ("bias", "mask"):
             if has_rows(own.get(name), -2):

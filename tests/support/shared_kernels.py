@@ -1,8 +1,8 @@
 """Which kernels do the drawn calls of all properties share on a GPU?
 
-Another dtype, an array in place of a number, another dtype of that array: each is a kernel of its
-own, which takes seconds to compile. So calls for a GPU are of few kinds. Every dtype meets every
-set of options, with one choice of all else; shapes, values and places are drawn as on the host.
+Another dtype, an array in place of a number, or another dtype of that array needs another kernel,
+which takes seconds to compile. So calls for a GPU are of few kinds. Every dtype meets every set of
+options, with one choice of all else. Shapes, values and placements are drawn as on the host.
 `test_covering.py` is where three choices meet.
 """
 
@@ -19,7 +19,7 @@ from cuflash import testing
 from cuflash.testing._strategies import ALL_OPTIONS, DTYPES
 
 CallT = TypeVar("CallT", bound=testing.Call)
-#: The dtypes of q, k and v where they are not one: the narrowest is drawn, and widened.
+#: Mixed dtypes of q, k and v: the narrowest is drawn, and widened.
 _MIXED = (
     ("float16", "float32", "float16"),
     ("bfloat16", "bfloat16", "float32"),
@@ -31,19 +31,19 @@ _FLOATS = ("bias", "alibi_slopes", "sink")
 
 
 class Kind(NamedTuple):
-    """All of a call that changes machine code and is drawn for its own sake."""
+    """What changes machine code in a call, and is chosen before the call is drawn."""
 
     dtypes: tuple[str, str, str]  # of q, k and v
     options: frozenset[str]
     head_dim: int
     aligned: bool
-    integers: str  # dtype of lengths, offsets and segments; "": of numbers on the host
-    own_floats: bool  # are bias, slopes and sink of the dtype of the result?
-    window: tuple[bool, bool]  # has it a left side, and a right one?
+    integers: str  # dtype of lengths, offsets and segments; "" for numbers on the host
+    own_floats: bool  # do bias, slopes and sink have the dtype of the result?
+    window: tuple[bool, bool]  # does it have a left side, and a right one?
 
     @property
     def drawn(self) -> dict[str, Any]:
-        """Arguments of ``cuflash.testing.calls``, whose arrays are then widened."""
+        """Return arguments of ``cuflash.testing.calls``, whose arrays are then widened."""
         narrowest = min(self.dtypes, key=lambda name: DTYPES[name].itemsize)
         return {
             "dtypes": (narrowest,), "mixed_dtypes": False, "head_dims": (self.head_dim,),
@@ -51,7 +51,7 @@ class Kind(NamedTuple):
         }  # fmt: skip
 
     def of(self, call: CallT) -> CallT:
-        """A drawn call as one of this kind."""
+        """Return a drawn call as one of this kind."""
         arrays = (a.astype(DTYPES[name]) for a, name in zip(call.qkv, self.dtypes, strict=True))
         wide = call.but(**dict(zip("qkv", arrays, strict=True)))
         dlse = None if call.dlse is None else call.dlse.astype(wide.lse_dtype)
@@ -80,9 +80,9 @@ def kinds(
     head_dims: Sequence[int],
     options: Collection[str] = ALL_OPTIONS,
 ) -> tuple[Kind, ...]:
-    """Every dtype with every set of options that may be set, and dtypes that are mixed.
+    """Return every dtype with every set of options that may be set, and mixed dtypes.
 
-    All else follows from these two, so that two properties have the kernels of a set in common.
+    All else follows from these two, so that two properties share the kernels of a set.
     """
     own = [frozenset(names) & frozenset(options) for names in option_sets]
     pairs = [((dtype,) * 3, names) for dtype in dtypes for names in dict.fromkeys(own)]

@@ -1,7 +1,7 @@
-"""The process that stands for a device in tests of sweeps: times follow from a formula.
+"""The simulated device of tests of sweeps, as a process: times follow from a formula.
 
-What goes wrong, with which configuration, is in the variable SIMULATED_TROUBLE: {key: kind}. Every
-configuration that is timed is noted in the file SIMULATED_LOG, so that tests can count.
+The variable SIMULATED_TROUBLE says what goes wrong with which configuration: {key: kind}. Every
+timed configuration is noted in the file SIMULATED_LOG, so that tests can count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cuflash.tuning._processes import serve
 
 
 def milliseconds(tile: dict[str, int]) -> float:
-    """A smooth valley with its floor at 128 rows, 96 keys and the most buffers."""
+    """Return a smooth valley with its minimum at 128 rows, 96 keys and the most buffers."""
     distance = abs(tile["block_m"] - 128) / 64 + abs(tile["block_n"] - 96) / 32
     return 1.0 + 0.1 * distance + 0.01 * (8 - tile.get("num_stages", 0))
 

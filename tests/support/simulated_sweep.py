@@ -1,4 +1,4 @@
-"""Sweep on the device that is simulated, in a process that a test can interrupt.
+"""Sweep on the simulated device, in a process that a test can interrupt.
 
 python simulated_sweep.py FILE [BUDGET]
 """
@@ -16,13 +16,13 @@ WORK = tuning.Workload(2, 8, 8, 1024, 1024, 128, 128, "bfloat16")
 
 
 def space_of(**parameters: tuple[int, ...]) -> tuning.Space:
-    """A small space of Hopper's forward."""
+    """Return a small space of Hopper's forward."""
     tried = {"block_m": (128,), "num_q_stages": (1,), "overlap_quarters": (0,), **parameters}
     return simulated(tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried))
 
 
 def simulated(found: tuning.Space) -> tuning.Space:
-    """A space for the device that is simulated; facts are made up, nothing is compiled."""
+    """Return a space for the simulated device; facts are made up, nothing is compiled."""
     name = os.environ.get("SIMULATED_NAME", "simulated")
     found.hardware = found.hardware._replace(name=name)
     found.compile = lambda chosen=None, **_: found.facts.update(  # type: ignore[method-assign]

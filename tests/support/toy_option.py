@@ -1,4 +1,4 @@
-"""Does the copy of the library that test_toy_option.py made serve its options `shift` and `lift`?
+"""Do the options `shift` and `lift` work in the copy of cuflash that test_toy_option.py made?
 
 python tests/support/toy_option.py PART [...], in the copy.
 """
@@ -24,7 +24,7 @@ SHIFT = np.array([0.5, -2.0, 1.0], np.float32)
 
 
 def near(found: Any, expected: Any, dtype: str, name: str) -> None:
-    """Compare within what arithmetic in ``dtype`` and the dtype of ``found`` explain."""
+    """Compare within what arithmetic in ``dtype`` and the dtype of ``found`` explains."""
     rtol = 1e-9 if found.dtype == dtype == "float64" else 1e-3
     size = np.abs(expected[np.isfinite(expected)]).max(initial=1)
     np.testing.assert_allclose(
@@ -33,7 +33,7 @@ def near(found: Any, expected: Any, dtype: str, name: str) -> None:
 
 
 def calls() -> None:
-    """What a user meets: the formula, the name of the option in errors, equality."""
+    """Check what a user meets: formula, name of the option in errors, equality."""
     x = np.random.default_rng(0).standard_normal((2, 3, 5, 4))
     plain = cuflash.logsumexp(x, x)
     np.testing.assert_allclose(cuflash.logsumexp(x, x, shift=SHIFT), plain + SHIFT[:, None])
@@ -49,7 +49,7 @@ def calls() -> None:
 
 
 def covered() -> None:
-    """Every three levels of options that the new one is among, on the CPU path."""
+    """Check every three levels of options that include the new one, on the CPU path."""
     rows = covering.rows()
     for option in ("shift", "lift"):
         beside = {level for row in rows if row[option] == "some" for level in row.items()}
@@ -80,7 +80,7 @@ def covered() -> None:
 
 
 def choice() -> None:
-    """What is derived beside the calls: fields in CUDA, the words of tiles, workloads."""
+    """Check what is derived from the table: fields in CUDA, the words of tiles, workloads."""
     from cuflash._kernels.score_config import score_config
     from cuflash._select.choose import choose
     from cuflash._select.hardware import typical
@@ -97,7 +97,7 @@ def choice() -> None:
 
 
 def kernels(folder: str, dtype: str) -> None:
-    """The portable kernels, forward and gradients, beside a sink and a causal bound."""
+    """Check the portable kernels, forward and gradients, beside a sink and a causal bound."""
     from cuflash._launch import run
     from support.host_device import host_device, on_device, options_on_device
 

@@ -1,4 +1,4 @@
-"""A problem that each kernel with tiles serves."""
+"""A problem for each kernel with tiles."""
 
 from __future__ import annotations
 
