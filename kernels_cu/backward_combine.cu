@@ -17,7 +17,7 @@ CUFLASH_DEVICE uint32_t combine(const BackwardParams& params, const KeyTile& wor
   using Columns = DqSlice<4>;
   const BatchIndex entry = work.entry(params, 0);
   const DkvParts parts(params, params.sums, work.sequence);
-  const bool of_k = warp_agrees(warp_index() < warps_of_dk);
+  const bool of_k = warp_any(warp_index() < warps_of_dk);
   float acc[4][4] = {};
 #pragma unroll 4
   for (int i = 0; i < params.num_parts; ++i) {
@@ -47,9 +47,9 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
   const Seqlen seqlen(params.score, work.entry(params, 0));
   const int num_keys = min(max(seqlen.rows_k - work.first_key, 0), 16);
   if (num_keys == 0) return;
-  const uint32_t broken = combine(params, work, num_keys);
+  const uint32_t rows_to_recompute = combine(params, work, num_keys);
   __syncthreads();  // several warps wrote each row, and one may overwrite it below
-  for_each_bit(broken, [&](int row) {
+  for_each_bit(rows_to_recompute, [&](int row) {
     recompute_dkv(params, work.owner, work.sequence, work.first_key + row);
   });
 }

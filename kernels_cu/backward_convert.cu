@@ -25,7 +25,7 @@ CUFLASH_DEVICE uint32_t convert_slice(const BackwardParams& params, const BatchI
 #pragma unroll 1
     for (int sum = 0; sum < params.dq_sums; ++sum) {
       const int adding = tiles_before(score, block, end, sum, params.dq_sums);
-      if (!warp_agrees(adding > 0)) continue;
+      if (!warp_any(adding > 0)) continue;
       visit(DqAccum(params, entry, sum).slice<tiles>(block, part, slice));
     }
   };
@@ -58,16 +58,16 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
   const BatchIndex entry(params.batch, tile.owner, place.sequence);
   const int first_row = place.block * Config::block_m;
   constexpr int last_tiles = DqAccum::tiles(DqAccum::parts - 1);
-  uint32_t broken = 0;
-  if (last_tiles == 8 || warp_agrees(warp_index() / 4 < DqAccum::parts - DqAccum::row_parts)) {
-    broken = convert_slice<8>(params, entry, place.block);
+  uint32_t rows_to_recompute = 0;
+  if (last_tiles == 8 || warp_any(warp_index() / 4 < DqAccum::parts - DqAccum::row_parts)) {
+    rows_to_recompute = convert_slice<8>(params, entry, place.block);
   } else {
-    broken = convert_slice<last_tiles>(params, entry, place.block);
+    rows_to_recompute = convert_slice<last_tiles>(params, entry, place.block);
   }
   __syncthreads();  // several warps wrote each row, and one may overwrite it below
   const int part = warp_index() / 4;
   const int row = first_row + part % DqAccum::row_parts * 64 + warp_index() % 4 * 16;
-  for_each_bit(broken, [&](int bit) {
+  for_each_bit(rows_to_recompute, [&](int bit) {
     recompute_dq(params, tile.owner, place.sequence, row + bit);
     if constexpr (Config::grad_bias) recompute_dbias(params, entry, row + bit);
   });

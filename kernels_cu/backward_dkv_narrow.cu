@@ -76,7 +76,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
     own[r].key.load(from.k, from.v, score, kv_idx, kv_idx < score.seqlen.k);
     hides |= own[r].key.hides();
   }
-  hides = warp_agrees(hides);
+  hides = warp_any(hides);
 #pragma unroll 1
   for (; block < blocks.end; block = visited.next_after(block)) {
     const int first_row = block * Config::block_m;

@@ -51,7 +51,7 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
       FirstRowsFirst walk(score, blocks, tile);
       float s_acc[1][tiles][4];
       if constexpr (ahead) {
-        if (warp_agrees(blocks.begin < blocks.end)) start_scores(s_acc, ring);
+        if (warp_any(blocks.begin < blocks.end)) start_scores(s_acc, ring);
         ptx::wgmma_wait<0>();
         ptx::pin(flat(s_acc));
       }
@@ -60,7 +60,7 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
         const int first_row = block * Config::block_m;
         const bool masked = walk.masked(block);
         if constexpr (ahead) {
-          const bool is_last = warp_agrees(block + 1 == blocks.end);
+          const bool is_last = warp_any(block + 1 == blocks.end);
           add_block_ahead(s_acc, score, first_row, work.first_key, masked, is_last);
         } else {
           add_block(score, first_row, work.first_key, masked);
@@ -91,7 +91,7 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
       to_operand(frag, s_acc);
     } else {
       const GlobalBias bias(score, {first_row, first_key});
-      if (Score::hides_pairs || warp_agrees(masked)) {
+      if (Score::hides_pairs || warp_any(masked)) {
         compute_p_and_weights<true>(s_acc, kept, score, bias, first_row, first_key);
       } else {
         compute_p_and_weights<false>(s_acc, kept, score, bias, first_row, first_key);

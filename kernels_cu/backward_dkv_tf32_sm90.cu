@@ -134,17 +134,17 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, Shared& smem, int w
     const int stage = ring.stage(), first_row = block * Config::block_m;
     float s_acc[1][Config::block_m / 8][4], dp_acc[1][Config::block_m / 8][4];
     smem.q_ring.read(ring, [&] {
-      multiply_transposed<columns_of_a_score, Score::is_light>(s_acc, read_rows(smem.k, 16 * warp),
-                                                               SharedOperand<QTile>(smem.q[stage]));
+      multiply_transposed<columns_of_a_score, Score::leaves_registers_for_products>(
+          s_acc, read_rows(smem.k, 16 * warp), SharedOperand<QTile>(smem.q[stage]));
     });
     if constexpr (Config::grad_k) {
       smem.dout_ring.read(ring, [&] {
-        multiply_transposed<columns_of_dp, Score::is_light>(
+        multiply_transposed<columns_of_dp, Score::leaves_registers_for_products>(
             dp_acc, read_rows(smem.v, 16 * warp), SharedOperand<DoutTile>(smem.dout[stage]));
       });
     }
     smem.rows_ring.wait_full(ring);
-    if (warp_agrees(tile.blocks.masked(block) || !visited.has_tile_segment(block))) {
+    if (warp_any(tile.blocks.masked(block) || !visited.has_tile_segment(block))) {
       compute_p_ds<true>(s_acc, dp_acc, smem.rows[stage], tile.score, first_row, first_key);
     } else {
       compute_p_ds<false>(s_acc, dp_acc, smem.rows[stage], tile.score, first_row, first_key);

@@ -153,7 +153,7 @@ struct Consumer {
     wait(smem.rows_full, 0);
     float s_acc[1][tiles][4];
     if constexpr (ahead) {
-      if (warp_agrees(blocks.begin < blocks.end)) start_scores(s_acc, ring);
+      if (warp_any(blocks.begin < blocks.end)) start_scores(s_acc, ring);
       ptx::wgmma_wait<0>();
       ptx::pin(flat(s_acc));
     }
@@ -163,7 +163,7 @@ struct Consumer {
       const int first_key = block * Config::block_n;
       const bool masked = visited.masked(block);
       if constexpr (ahead) {
-        const bool is_last = warp_agrees(block + 1 == blocks.end);
+        const bool is_last = warp_any(block + 1 == blocks.end);
         add_block_ahead(s_acc, score, work.first_row, first_key, masked, is_last);
       } else {
         add_block(score, work.first_row, first_key, masked);
@@ -227,7 +227,7 @@ struct Consumer {
       compute_p(s_acc, s_acc, score, first_row, first_key);
       hide_pairs(s_acc, score, first_row, first_key, masked);
     } else {
-      if (Score::hides_pairs || warp_agrees(masked)) {
+      if (Score::hides_pairs || warp_any(masked)) {
         compute_weights<true>(s_acc, score, first_row, first_key);
       } else {
         compute_weights<false>(s_acc, score, first_row, first_key);
@@ -274,7 +274,7 @@ struct Consumer {
   // ptxas would move the wait above most of the exponentials.
   CUFLASH_DEVICE void hide_pairs(float (&p)[1][tiles][4], const Score& score, int first_row,
                                  int first_key, bool masked) const {
-    if (!warp_agrees(masked)) return;
+    if (!warp_any(masked)) return;
     const LaneIndices lane(first_row, first_key);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -94,16 +94,16 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
     const int stage = ring.stage(), first_key = block * Config::block_n;
     float s_acc[1][Config::block_n / 8][4], dp_acc[1][Config::block_n / 8][4];
     smem.k_ring.read(ring, [&] {
-      multiply_transposed<columns_of_a_score, Score::is_light>(
+      multiply_transposed<columns_of_a_score, Score::leaves_registers_for_products>(
           s_acc, read_rows(smem.q, 16 * warp), SharedOperand<SharedMemory::KTile>(smem.k[stage]));
     });
     smem.v_ring.read(ring, [&] {
-      multiply_transposed<columns_of_dp, Score::is_light>(
+      multiply_transposed<columns_of_dp, Score::leaves_registers_for_products>(
           dp_acc, read_rows(smem.dout, 16 * warp),
           SharedOperand<SharedMemory::VTile>(smem.v[stage]));
     });
     drop_gradients(dp_acc, tile.score, first_row, first_key);
-    if (warp_agrees(tile.blocks.masked(block) || !visited.has_tile_segment(block))) {
+    if (warp_any(tile.blocks.masked(block) || !visited.has_tile_segment(block))) {
       compute_ds<true>(s_acc, dp_acc, statistics, tile.score, first_row, first_key);
     } else {
       compute_ds<false>(s_acc, dp_acc, statistics, tile.score, first_row, first_key);

@@ -67,7 +67,7 @@ __device__ __noinline__ void add_far_rows(const BackwardParams& params, int inde
   for (int q_idx = rows.begin; q_idx < rows.end; ++q_idx) {
     if (!of_keys && q_idx % Config::num_warps != warp_index()) continue;
     const ExactRow row(params, entry, first_q + q_idx);
-    if (warp_agrees(!row.is_far)) continue;
+    if (warp_any(!row.is_far)) continue;
     q.load(RowSource(params.q, params.q_layout, entry, first_q, params.head_dim), q_idx);
     dout.load(RowSource(params.dout, params.dout_layout, entry, first_q, params.head_dim_v), q_idx);
     const Range keys = score.kv_range(q_idx, q_idx + 1);
@@ -75,7 +75,7 @@ __device__ __noinline__ void add_far_rows(const BackwardParams& params, int inde
 #pragma unroll 1
     for (int kv_idx = max(keys.begin, own_keys.begin); kv_idx < end; ++kv_idx) {
       if (of_keys && kv_idx % Config::num_warps != warp_index()) continue;
-      if (warp_agrees(!score.sees(q_idx, kv_idx))) continue;
+      if (warp_any(!score.sees(q_idx, kv_idx))) continue;
       k.load(k_rows, kv_idx);
       v.load(v_rows, kv_idx);
       const Real product = q.dot(k);

@@ -146,12 +146,12 @@ struct ScoreOwner : DkvWarpgroup<64> {
       if (slice != nullptr) slice->dv.write(dv_acc[0], lane_index());
       return;
     }
-    uint32_t broken =
+    uint32_t rows_to_recompute =
         store_keys(params, work, params.dv, params.dv_layout, params.head_dim_v, 1.0f, dv_acc[0]);
     ptx::named_barrier_sync(dk_stored, 256);
     const int warp = warp_index() % 4;
-    broken |= shared().broken[warp];
-    for_each_bit(broken, [&](int row) {
+    rows_to_recompute |= shared().rows_to_recompute[warp];
+    for_each_bit(rows_to_recompute, [&](int row) {
       recompute_dkv(params, work.keys.owner, 0, work.keys.first_key + 16 * warp + row);
     });
   }
@@ -202,9 +202,9 @@ struct KeyGradient {
       if (slice != nullptr) slice->dk.write(dk_acc[0], lane_index());
       return;
     }
-    const uint32_t broken = store_keys(params, work, params.dk, params.dk_layout, params.head_dim,
-                                       params.score.scale, dk_acc[0]);
-    if (lane_index() == 0) smem.broken[warp_index() % 4] = broken;
+    const uint32_t rows_to_recompute = store_keys(params, work, params.dk, params.dk_layout,
+                                                  params.head_dim, params.score.scale, dk_acc[0]);
+    if (lane_index() == 0) smem.rows_to_recompute[warp_index() % 4] = rows_to_recompute;
     ptx::named_barrier_arrive(dk_stored, 256);
   }
 };
@@ -243,9 +243,9 @@ struct QueryGradient {
     ptx::mbarrier_arrive_expect_if(ptx::shared_address(&smem.other_full),
                                    SharedMemory::DsTile::bytes, leads_warpgroup());
     wait(smem.ds_full, ring.full_parity());
-    start_product_with(smem.ds, smem.k, first_whole_panel(), false);
+    start_dq(smem.ds, smem.k, first_whole_panel(), false);
     wait(smem.other_full, ring.full_parity());
-    start_product_with(smem.other_ds, smem.other_k, 0, true);
+    start_dq(smem.other_ds, smem.other_k, 0, true);
     ptx::wgmma_wait<0>();
     ptx::pin(flat(whole_acc));
     if constexpr (shares_middle) ptx::pin(flat(middle_acc));
@@ -256,8 +256,8 @@ struct QueryGradient {
   // Starts the product with 64 keys, of which our whole panels begin at panel `first`. The middle
   // panel is at the same index in both tiles of keys.
   template <typename KeysTile>
-  CUFLASH_DEVICE void start_product_with(const SharedMemory::DsTile& ds, const KeysTile& keys,
-                                         int first, bool accumulates) {
+  CUFLASH_DEVICE void start_dq(const SharedMemory::DsTile& ds, const KeysTile& keys, int first,
+                               bool accumulates) {
     start_panel_product<SharedMemory::DsTile, KeysTile>(whole_acc, ds.mn_major(),
                                                         keys.mn_major(0, first), accumulates);
     if constexpr (shares_middle) {
@@ -289,11 +289,11 @@ struct QueryGradient {
   CUFLASH_DEVICE void pass_on(TurnToAdd& dq, const Addition& own) const {
     wait(dq.come, ring.full_parity());
     const int slice = warp_index() % 4;
-    if (warp_agrees(slice < own.slices())) {
+    if (warp_any(slice < own.slices())) {
 #pragma unroll
       for (int i = 0; i < whole_panels; ++i) {
         DqSlice<8>& to = own.sums.slice<8>(own.block, first_whole_panel() + i, slice);
-        if (warp_agrees(own.turn == 0)) {
+        if (warp_any(own.turn == 0)) {
           to.write(whole_panel(i), lane_index());
         } else {
           to.add<pause_between_additions>(whole_panel(i), lane_index());

@@ -264,7 +264,7 @@ struct Consumer : DkvWarpgroup<64> {
   // dropout or packed sequences change the register allocation.
   static constexpr bool holds_owner = Config::head_dim <= 96 || !(Score::has_lengths || looks_up) ||
                                       Config::dropout || Config::cu_seqlens != Dtype::none;
-  static constexpr int first_turn = 1;  // first named barrier: one for each consumer
+  static constexpr int first_pingpong_barrier = 1;  // first named barrier: one for each consumer
   Ring<KeyLookUps::stages> look_up_ring;
 
   CUFLASH_DEVICE void run() {
@@ -357,7 +357,7 @@ struct Consumer : DkvWarpgroup<64> {
         hide_pairs(s_acc, score, first_row, first_key, masked, first);
         if constexpr (loads_mask) hide_masked(s_acc, look_up);
         to_kept_operand(s_acc, kept);
-      } else if (Score::hides_pairs || loads_bias || warp_agrees(masked)) {
+      } else if (Score::hides_pairs || loads_bias || warp_any(masked)) {
         // With a bias in shared memory, two copies of this code would take too many registers.
         compute_p_and_weights<true>(s_acc, kept, score, look_up, first_row, first_key, first);
       } else {
@@ -396,10 +396,10 @@ struct Consumer : DkvWarpgroup<64> {
   }
 
   CUFLASH_DEVICE void pingpong_wait() const {
-    ptx::named_barrier_sync(first_turn + warpgroup, 256);
+    ptx::named_barrier_sync(first_pingpong_barrier + warpgroup, 256);
   }
   CUFLASH_DEVICE void pingpong_signal() const {
-    ptx::named_barrier_arrive(first_turn + 1 - warpgroup, 256);
+    ptx::named_barrier_arrive(first_pingpong_barrier + 1 - warpgroup, 256);
   }
 
   // Stages this warpgroup's rows of ds^T (64 columns of the part) for the warpgroup of dq.

@@ -179,7 +179,7 @@ CUFLASH_DEVICE bool store(const ForwardParams& params, const Work& work, const S
         hidden ? score.lse_without_keys(work.entry, q_idx) : end.lse;
   }
   return q_idx < score.seqlen.q &&
-         (overflowed || is_unsure(score, score.reference(row.all.maximum), row.all.weights));
+         (overflowed || must_recompute(score, score.reference(row.all.maximum), row.all.weights));
 }
 
 }  // namespace cuflash
@@ -223,8 +223,8 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
 #pragma unroll
   for (int r = 0; r < rows; ++r) {
     const int q_idx = first_row + r * Config::num_threads;
-    const bool unsure = store(params, work, score, own[r], q_idx);
-    const uint32_t lanes = __ballot_sync(0xffffffff, unsure);
+    const bool recompute = store(params, work, score, own[r], q_idx);
+    const uint32_t lanes = __ballot_sync(0xffffffff, recompute);
     __syncwarp();  // one thread wrote each row, and the warp may overwrite it below
     for_each_bit(lanes, [&](int lane) {
       recompute_out(params, work.entry, q_idx - lane_index() + lane, true);

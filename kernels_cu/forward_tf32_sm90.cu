@@ -32,7 +32,7 @@ static_assert(Config::block_m == 64 * consumers, "a consumer has 64 rows");
 
 // A producer warpgroup loads `pieces_ahead` pieces of `piece_rows` rows ahead, in registers. 3xTF32
 // and scores that need registers leave room for fewer rows.
-constexpr bool loads_far_ahead = !uses_3xtf32 && Score::is_light;
+constexpr bool loads_far_ahead = !uses_3xtf32 && Score::leaves_registers_for_products;
 constexpr int piece_rows = loads_far_ahead ? 32 : 16, pieces_ahead = 2;
 // Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
 constexpr int producer_registers = loads_far_ahead ? 96 : 64;
@@ -60,7 +60,8 @@ template <int tiles, typename Tile>
 CUFLASH_DEVICE void multiply_queries(float (&s_acc)[1][tiles][4], const Tile (&q)[1],
                                      const SharedOperand<SharedMemory::KTile>& k, int warp) {
   if constexpr (uses_3xtf32) {
-    multiply_transposed<columns_of_a_score, Score::is_light>(s_acc, read_rows(q[0], 16 * warp), k);
+    multiply_transposed<columns_of_a_score, Score::leaves_registers_for_products>(
+        s_acc, read_rows(q[0], 16 * warp), k);
   } else {
     multiply_transposed(s_acc, SharedOperand<Tile>(q, 64 * (warp / 4)), k);
   }
@@ -128,7 +129,7 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem, int 
        block = visited.next_after(block)) {
     const int stage = ring.stage(), first_key = block * Config::block_n;
     const bool sees = first_key < group_keys.end && group_keys.begin < first_key + Config::block_n;
-    if (!warp_agrees(sees)) {  // only the other warpgroup sees this block (D125)
+    if (!warp_any(sees)) {  // only the other warpgroup sees this block (D125)
       smem.k_ring.skip(ring);
       smem.v_ring.skip(ring);
       ring.advance();
@@ -139,7 +140,7 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem, int 
       multiply_queries(s_acc, smem.q, SharedOperand<SharedMemory::KTile>(smem.k[stage]), warp);
     });
 
-    if (warp_agrees(tile.blocks.masked(block) || !visited.has_tile_segment(block))) {
+    if (warp_any(tile.blocks.masked(block) || !visited.has_tile_segment(block))) {
       apply_score<true>(s_acc, tile.score, first_row, first_key);
     } else {
       apply_score<false>(s_acc, tile.score, first_row, first_key);

@@ -69,17 +69,17 @@ CUFLASH_DEVICE void store_rows(const ForwardParams& params, int warp, WarpSoftma
   const int first_q = score.seqlen.first_q;
   const auto out = to.pairs(params, work.entry, first_q);
   softmax.finish();
-  uint32_t unsure[slices], broken[slices];  // each row is stored once
+  uint32_t far_or_overflowed[slices], rows_to_recompute[slices];  // each row is stored once
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
     bool marks[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Real reference = softmax.reference(score, s, half);
-      marks[half] = is_unsure(score, reference, softmax.row_sum[s][half]);
+      marks[half] = must_recompute(score, reference, softmax.row_sum[s][half]);
     }
-    unsure[s] = marked_rows(marks[0], marks[1]);
-    broken[s] = non_finite_rows(o_acc[s]) | unsure[s];
+    far_or_overflowed[s] = marked_rows(marks[0], marks[1]);
+    rows_to_recompute[s] = non_finite_rows(o_acc[s]) | far_or_overflowed[s];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int q_idx = work.first_row + warp * 16 * slices + fragment_row(s, 2 * half);
@@ -92,11 +92,11 @@ CUFLASH_DEVICE void store_rows(const ForwardParams& params, int warp, WarpSoftma
       const Real factor = kept_scale(params.score) * end.weight / end.sum;
 #pragma unroll
       for (int t = 0; t < out_tiles; ++t) {
-        if (exists && broken[s] >> row & 1) break;
+        if (exists && rows_to_recompute[s] >> row & 1) break;
         out.store_pair(q_idx, fragment_column(t, 0), hidden ? 0 : o_acc[s][t][2 * half] * factor,
                        hidden ? 0 : o_acc[s][t][2 * half + 1] * factor);
       }
-      if (exists && unsure[s] >> row & 1) continue;
+      if (exists && far_or_overflowed[s] >> row & 1) continue;
       if (first_own_column(Config::head_dim_v) == 0 && lane_index() % 4 == 0) {
         const Real lse = hidden ? score.lse_without_keys(work.entry, q_idx) : end.lse;
         to.store_lse(params, work.entry, first_q, q_idx, lse);
@@ -107,9 +107,9 @@ CUFLASH_DEVICE void store_rows(const ForwardParams& params, int warp, WarpSoftma
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
     const int first_row = work.first_row + warp * 16 * slices + 16 * s;
-    for_each_bit(broken[s], [&](int row) {
+    for_each_bit(rows_to_recompute[s], [&](int row) {
       if (first_row + row < score.seqlen.q) {
-        recompute_out(params, work.entry, first_row + row, unsure[s] >> row & 1, to);
+        recompute_out(params, work.entry, first_row + row, far_or_overflowed[s] >> row & 1, to);
       }
     });
   }

@@ -31,27 +31,27 @@ struct VisitedBlocks {
 
   // The first visited block from `block` on, or ranges.end or more if there is none.
   CUFLASH_DEVICE int first_from(int block) {
-    if (segmented && warp_agrees(block < ranges.end)) judge(block);
+    if (segmented && warp_any(block < ranges.end)) judge(block);
     return find_up(block);
   }
 
   // The next visited block after `block`, which the previous call returned.
   CUFLASH_DEVICE int next_after(int block) {
     ++block;
-    if (segmented && warp_agrees(block % chunk == 0 && block < ranges.end)) judge(block);
+    if (segmented && warp_any(block % chunk == 0 && block < ranges.end)) judge(block);
     return find_up(block);
   }
 
   // The last visited block from `block` downwards, or less than ranges.begin if there is none.
   CUFLASH_DEVICE int last_from(int block) {
-    if (segmented && warp_agrees(block >= ranges.begin)) judge(block);
+    if (segmented && warp_any(block >= ranges.begin)) judge(block);
     return find_down(block);
   }
 
   // The next visited block below `block`, which the previous call returned.
   CUFLASH_DEVICE int next_before(int block) {
     --block;
-    if (segmented && warp_agrees(block % chunk == chunk - 1 && block >= ranges.begin)) judge(block);
+    if (segmented && warp_any(block % chunk == chunk - 1 && block >= ranges.begin)) judge(block);
     return find_down(block);
   }
 
@@ -69,9 +69,9 @@ struct VisitedBlocks {
   CUFLASH_DEVICE int find_up(int block) {
     if constexpr (segmented) {
 #pragma unroll 1
-      while (warp_agrees(block < ranges.end)) {
+      while (warp_any(block < ranges.end)) {
         const uint32_t rest = (bits & 0xffff) >> block % chunk;
-        if (warp_agrees(rest != 0)) return block + __ffs(rest) - 1;
+        if (warp_any(rest != 0)) return block + __ffs(rest) - 1;
         block = (block / chunk + 1) * chunk;
         judge(block);
       }
@@ -82,9 +82,9 @@ struct VisitedBlocks {
   CUFLASH_DEVICE int find_down(int block) {
     if constexpr (segmented) {
 #pragma unroll 1
-      while (warp_agrees(block >= ranges.begin)) {
+      while (warp_any(block >= ranges.begin)) {
         const uint32_t rest = bits << (31 - block % chunk);
-        if (warp_agrees(rest != 0)) return block - __clz(rest);
+        if (warp_any(rest != 0)) return block - __clz(rest);
         block = block / chunk * chunk - 1;
         judge(block);
       }

@@ -19,8 +19,8 @@ CUFLASH_DEVICE Real kept_scale(const ScoreParams& params) {
 // Random words for the 16 queries from 16 * q_block on and the 16 keys from 16 * k_block on. Within
 // these they are for queries q_low and q_low + 8 and keys 2 * k_pair, 2 * k_pair + 1 and both plus
 // 8. A pair (q, k) of the 16 x 16 has half k % 2 of word 2 * (q >= 8) + (k >= 8).
-CUFLASH_DEVICE RandomWords drawn(const Score& score, int q_block, int q_low, int k_block,
-                                 int k_pair) {
+CUFLASH_DEVICE RandomWords draw_words(const Score& score, int q_block, int q_low, int k_block,
+                                      int k_pair) {
   // 16 queries take 8 counters, 16 keys take 4. Parts of a call begin at multiples of 16.
   const uint32_t before_q = static_cast<uint32_t>(score.params.first_query) >> 1;
   const uint32_t before_k = static_cast<uint32_t>(score.params.first_key) >> 2;
@@ -36,7 +36,8 @@ CUFLASH_DEVICE bool keeps(const Score& score, uint32_t word, int half) {
 CUFLASH_DEVICE bool keeps_pair(const Score& score, int q_idx, int kv_idx) {
   if constexpr (!Config::dropout) return true;
   const int k_in_block = kv_idx % 16;
-  const RandomWords words = drawn(score, q_idx / 16, q_idx % 8, kv_idx / 16, k_in_block % 8 / 2);
+  const RandomWords words =
+      draw_words(score, q_idx / 16, q_idx % 8, kv_idx / 16, k_in_block % 8 / 2);
   const uint32_t low = q_idx % 16 < 8 ? words.word[k_in_block / 8] : words.word[2 + k_in_block / 8];
   return keeps(score, low, kv_idx % 2);
 }
@@ -52,7 +53,7 @@ CUFLASH_DEVICE void for_each_kept(const Score& score, int first_row, int first_k
 #pragma unroll
     for (int t = 0; t < tiles; t += 2) {
       const RandomWords words =
-          drawn(score, first_row / 16 + s, lane / 4, first_key / 16 + t / 2, lane % 4);
+          draw_words(score, first_row / 16 + s, lane / 4, first_key / 16 + t / 2, lane % 4);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int q_half = i / 4, k_half = i / 2 % 2, k = i % 2;
@@ -74,8 +75,8 @@ CUFLASH_DEVICE void for_each_kept_transposed(const Score& score, int first_row, 
   for (int s = 0; s < slices; ++s) {
 #pragma unroll 2
     for (int t = 0; t < tiles; t += 2) {
-      const RandomWords words =
-          drawn(score, first_row / 16 + t / 2, 2 * (lane % 4) + odd, first_key / 16 + s, lane / 8);
+      const RandomWords words = draw_words(score, first_row / 16 + t / 2, 2 * (lane % 4) + odd,
+                                           first_key / 16 + s, lane / 8);
 #pragma unroll
       for (int q_half = 0; q_half < 2; ++q_half) {
         const uint32_t low = words.word[2 * q_half], high = words.word[2 * q_half + 1];
@@ -117,11 +118,11 @@ struct DroppedPairs {
   // Pairs of a slice in the order of its operand's registers. Where other options need registers, a
   // word holds 16 pairs: pair j in bits j and 16 + j.
   static constexpr int pairs = 2 * tiles;
-  static constexpr int pairs_to_word = Score::leaves_registers ? 1 : 16;
+  static constexpr int pairs_to_word = Score::leaves_registers_for_dropout ? 1 : 16;
 
-  uint32_t below[slices][(pairs + pairs_to_word - 1) / pairs_to_word] = {};
-  uint32_t inverted;  // all bits if `below` marks kept weights
-  uint32_t some = 0;  // combines some of the masks by or: depends on draws (D3)
+  uint32_t masks[slices][(pairs + pairs_to_word - 1) / pairs_to_word] = {};
+  uint32_t inverted;       // all bits if `masks` marks kept weights
+  uint32_t any_draws = 0;  // combines some of the masks by or: depends on draws (D3)
 
   CUFLASH_DEVICE DroppedPairs(const Score& score, int first_row, int first_key) {
     if constexpr (Config::dropout) {
@@ -138,7 +139,7 @@ struct DroppedPairs {
 #pragma unroll
         for (int pair = 0; pair < pairs; pair += 4) {
           const RandomWords words =
-              drawn(score, first_row / 16 + s, lane / 4, first_key / 16 + pair / 4, lane % 4);
+              draw_words(score, first_row / 16 + s, lane / 4, first_key / 16 + pair / 4, lane % 4);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int k_half = i / 2, q_half = i % 2;
@@ -146,9 +147,9 @@ struct DroppedPairs {
             const uint32_t r = ptx::min_of_halves(ptx::sum_of_halves(word, added), limit);
             const uint32_t mask =
                 ptx::signed_max_of_halves(ptx::sum_of_halves(r, minus_limit), 0xffffffff);
-            if (i < 2) some |= mask;
+            if (i < 2) any_draws |= mask;
             const int j = (pair + i) % pairs_to_word;
-            below[s][(pair + i) / pairs_to_word] |=
+            masks[s][(pair + i) / pairs_to_word] |=
                 pairs_to_word == 1 ? mask : mask & 0x00010001u << j;
           }
         }
@@ -157,10 +158,10 @@ struct DroppedPairs {
   }
 
   // Two neighbouring weights of a row, with 0 for dropped ones.
-  CUFLASH_DEVICE uint32_t applied(uint32_t weights, int s, int t, int half) const {
+  CUFLASH_DEVICE uint32_t apply_to(uint32_t weights, int s, int t, int half) const {
     if constexpr (!Config::dropout) return weights;
     const int pair = t / 2 * 4 + t % 2 * 2 + half;
-    uint32_t mask = below[s][pair / pairs_to_word];
+    uint32_t mask = masks[s][pair / pairs_to_word];
     if constexpr (pairs_to_word > 1) {
       mask = ptx::spread_high_bits(mask << (15 - pair % pairs_to_word));
     }
@@ -204,7 +205,7 @@ struct KeptBits {
   }
 
   // An operand register of two neighbouring weights, with 0 for dropped ones.
-  CUFLASH_DEVICE uint32_t applied(uint32_t weights, int s, int t, int half) const {
+  CUFLASH_DEVICE uint32_t apply_to(uint32_t weights, int s, int t, int half) const {
     if constexpr (!Config::dropout) return weights;
     return weights & ptx::spread_high_bits(bits[s] << (15 - place(t, 2 * half)));
   }

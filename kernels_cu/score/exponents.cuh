@@ -82,7 +82,7 @@ struct CappedExponents {
   // with: the comparison makes the branch wait for a complete sum.
   CUFLASH_DEVICE void mend(const float (&s_acc)[1][tiles][4], int first,
                            const RowExponents (&of_row)[2], float sum) {
-    if (!warp_agrees(signs >= 0 || __float_as_uint(sum) == 0xffffffffu)) return;
+    if (!warp_any(signs >= 0 || __float_as_uint(sum) == 0xffffffffu)) return;
     unrolled<count, 4>([&](int t, int i) {
       float& exponent = exponents[t][i];
       exponent = of_row[i / 2].of_any(s_acc[0][first + t][i], exponent);

@@ -27,7 +27,7 @@ struct PairValues {
       const auto* from = data + index * across;
       const int block_end = first - 2 * (ptx::thread_index() % 4) + 8 * tiles;
       const uint64_t bytes = reinterpret_cast<uint64_t>(data) | across * sizeof(Value);
-      if (warp_agrees(along == 1 && bytes % sizeof(Pair) == 0 && block_end <= count)) {
+      if (warp_any(along == 1 && bytes % sizeof(Pair) == 0 && block_end <= count)) {
 #pragma unroll
         for (int t = 0; t < tiles; ++t) {
           pairs[t] = *reinterpret_cast<const Pair*>(from + first + 8 * t);

@@ -53,7 +53,7 @@ CUFLASH_DEVICE RowEnd end_of_row(const Score& score, const BatchIndex& entry, Re
 // Is a row to be computed again, pair by pair? Rows far from 0 are. So are rows whose sum is not
 // finite: where products and references are rounded separately, an infinity may come from earlier
 // blocks, when the reference was still far from 0.
-CUFLASH_DEVICE bool is_unsure(const Score& score, Real reference, Real sum) {
+CUFLASH_DEVICE bool must_recompute(const Score& score, Real reference, Real sum) {
   const bool overflowed = Config::scale_in_exponent && !(fabs(sum) < infinity());
   // The sum is NaN where a bias of -inf was added to a NaN or to infinity.
   if constexpr (Config::bias_stages > 0) return is_quiet_nan(sum);
@@ -64,22 +64,22 @@ CUFLASH_DEVICE bool is_unsure(const Score& score, Real reference, Real sum) {
 // a row's sum is therefore kept and subtracted from the next block's sum (Kahan 1965). A block that
 // a row does not see changes no bit. With 16-bit inputs the error of a weight is larger than this
 // error, and sums in float64 are exact enough.
-constexpr bool keeps_loss = Config::dtype == Dtype::float32;
+constexpr bool compensates_sum = Config::dtype == Dtype::float32;
 
 // The state of 16 `slices` rows of a warp. Lane t holds rows t/4 and t/4 + 8 of each slice. Scores
 // are in units of Score::unit(), which is positive.
 template <int slices>
 struct OnlineSoftmax {
   Real row_max[slices][2];
-  Real row_sum[slices][2];   // over this lane's columns only, until `finish`
-  Real row_loss[slices][2];  // what the last rounding has added to row_sum
+  Real row_sum[slices][2];    // over this lane's columns only, until `finish`
+  Real row_error[slices][2];  // what the last rounding has added to row_sum
   WarpPowers power;
 
   CUFLASH_DEVICE OnlineSoftmax() {
     unrolled<slices>([&](int s) {
       row_max[s][0] = row_max[s][1] = -infinity();
       row_sum[s][0] = row_sum[s][1] = 0;
-      row_loss[s][0] = row_loss[s][1] = 0;
+      row_error[s][0] = row_error[s][1] = 0;
     });
   }
 
@@ -94,15 +94,15 @@ struct OnlineSoftmax {
       // A row that has seen no key yet: -inf minus -inf would be NaN.
       const Real shift = block_max == -infinity() ? 0 : score.reference(block_max);
       // Most blocks of keys change no maximum, and then the factors are 1.
-      if (!skips_one || warp_agrees(block_max != row_max[s][half])) {
+      if (!skips_one || warp_any(block_max != row_max[s][half])) {
         const Real rescale =
             power(score.exponent_between(score.reference(row_max[s][half]), shift));
         row_max[s][half] = block_max;
         row_sum[s][half] *= rescale;
-        if constexpr (keeps_loss) row_loss[s][half] *= rescale;
+        if constexpr (compensates_sum) row_error[s][half] *= rescale;
         scale_row(o_acc[s], half, rescale);
       }
-      Real sum = keeps_loss ? -row_loss[s][half] : row_sum[s][half];
+      Real sum = compensates_sum ? -row_error[s][half] : row_sum[s][half];
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
 #pragma unroll
@@ -111,9 +111,9 @@ struct OnlineSoftmax {
           sum += s_acc[s][t][i];
         }
       }
-      if constexpr (keeps_loss) {
+      if constexpr (compensates_sum) {
         const Real total = row_sum[s][half] + sum;
-        row_loss[s][half] = (total - row_sum[s][half]) - sum;
+        row_error[s][half] = (total - row_sum[s][half]) - sum;
         row_sum[s][half] = total;
       } else {
         row_sum[s][half] = sum;
@@ -129,14 +129,14 @@ struct OnlineSoftmax {
   // Completes the sums. Afterwards all four lanes of a row hold them.
   CUFLASH_DEVICE void finish() {
     unrolled<slices, 2>([&](int s, int half) {
-      if constexpr (keeps_loss) row_sum[s][half] -= row_loss[s][half];
+      if constexpr (compensates_sum) row_sum[s][half] -= row_error[s][half];
       row_sum[s][half] = quad_sum(row_sum[s][half]);
     });
   }
 };
 
 template <int slices>
-using WarpSoftmax = If<is_double && Config::scale_in_exponent && !Config::simt, HeldSoftmax<slices>,
+using WarpSoftmax = If<is_double && Config::scale_in_exponent && !Config::simt, LazySoftmax<slices>,
                        OnlineSoftmax<slices>>;
 
 }  // namespace cuflash

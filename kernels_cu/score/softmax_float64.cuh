@@ -23,19 +23,19 @@ CUFLASH_DEVICE double nan_without_sign() { return __hiloint2double(0x7ff80000, 0
 
 // The state of 16 `slices` rows of a warp, with the same interface as OnlineSoftmax.
 template <int slices>
-struct HeldSoftmax {
-  static constexpr double least = -0x1.fffffffffffffp1023;  // the reference before any key
-  static constexpr double near = 0x1p20;                    // upper halves err by 1 at most below
-  static constexpr double most = 8;                         // largest exponent of a weight
+struct LazySoftmax {
+  static constexpr double no_reference = -0x1.fffffffffffffp1023;  // the reference before any key
+  static constexpr double exact_below = 0x1p20;  // upper halves err by at most 1 below
+  static constexpr double max_exponent = 8;      // largest exponent of a weight
 
-  Real held[slices][2];
+  Real row_reference[slices][2];
   Real row_sum[slices][2];  // over this lane's columns only, until `finish`
   DoublePowers power;
 
-  CUFLASH_DEVICE HeldSoftmax() {
+  CUFLASH_DEVICE LazySoftmax() {
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
-      held[s][0] = held[s][1] = least;
+      row_reference[s][0] = row_reference[s][1] = no_reference;
       row_sum[s][0] = row_sum[s][1] = 0;
     }
   }
@@ -45,37 +45,37 @@ struct HeldSoftmax {
   CUFLASH_DEVICE void update(Real (&s_acc)[slices][tiles][4], Real (&o_acc)[slices][out_tiles][4],
                              const Score& score) {
     Real maxima[slices][2], factors[slices][2], shifts[slices][2];
-    bool any_odd = false, any_rises = false;
+    bool any_far_or_nan = false, any_rises = false;
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         maxima[s][half] = score.reference(row_maximum_in_part(s_acc[s], half));
         factors[s][half] = score.exponent_factor();
-        shifts[s][half] = to_32nds - held[s][half];
-        any_odd |= is_odd(maxima[s][half]);
-        any_rises |= exceeds(maxima[s][half] - held[s][half], most);
+        shifts[s][half] = to_32nds - row_reference[s][half];
+        any_far_or_nan |= is_far_or_nan(maxima[s][half]);
+        any_rises |= exceeds(maxima[s][half] - row_reference[s][half], max_exponent);
       }
     }
     // One branch for all rows: otherwise weights of a row would wait for the next row's maximum.
     // (D52)
-    if (warp_agrees(any_odd || any_rises)) {
-      any_odd = warp_agrees(any_odd);
+    if (warp_any(any_far_or_nan || any_rises)) {
+      any_far_or_nan = warp_any(any_far_or_nan);
 #pragma unroll
       for (int s = 0; s < slices; ++s) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           bool is_far = false;
-          if (any_odd) {
+          if (any_far_or_nan) {
             const Real exact = score.reference(quad_max(lane_maximum(s_acc[s], half, -infinity())));
-            is_far = is_odd(maxima[s][half]);
+            is_far = is_far_or_nan(maxima[s][half]);
             maxima[s][half] = is_far ? exact : maxima[s][half];
           }
-          hold(maxima[s][half], s, half, o_acc, score);
-          is_far = is_far && is_odd(held[s][half]);
-          if (any_odd) form_exponents(s_acc[s], half, is_far, held[s][half], score);
+          raise_reference(maxima[s][half], s, half, o_acc, score);
+          is_far = is_far && is_far_or_nan(row_reference[s][half]);
+          if (any_far_or_nan) form_exponents(s_acc[s], half, is_far, row_reference[s][half], score);
           factors[s][half] = is_far ? 1 : score.exponent_factor();
-          shifts[s][half] = is_far ? to_32nds : to_32nds - held[s][half];
+          shifts[s][half] = is_far ? to_32nds : to_32nds - row_reference[s][half];
         }
       }
     }
@@ -98,7 +98,7 @@ struct HeldSoftmax {
 
   // The reference of a row's sum, or -inf if the row has seen no key.
   CUFLASH_DEVICE Real reference(const Score&, int slice, int half) const {
-    return held[slice][half] == least ? -infinity() : held[slice][half];
+    return row_reference[slice][half] == no_reference ? -infinity() : row_reference[slice][half];
   }
 
   // Completes the sums. Afterwards all four lanes of a row hold them.
@@ -112,8 +112,8 @@ struct HeldSoftmax {
 
  private:
   // Is the maximum too far from 0 for its upper half to tell, or a NaN?
-  CUFLASH_DEVICE static bool is_odd(double maximum) {
-    return (__double2hiint(maximum) & 0x7fffffff) > __double2hiint(near);
+  CUFLASH_DEVICE static bool is_far_or_nan(double maximum) {
+    return (__double2hiint(maximum) & 0x7fffffff) > __double2hiint(exact_below);
   }
 
   // The largest score of a row, by upper halves: the lower half of the result is 0.
@@ -134,11 +134,12 @@ struct HeldSoftmax {
   // Makes the maximum of a block, rounded to 1/32, the reference of its row if the reference is too
   // small, and rescales the row.
   template <int out_tiles>
-  CUFLASH_DEVICE void hold(Real maximum, int s, int half, Real (&o_acc)[slices][out_tiles][4],
-                           const Score& score) {
-    const Real before = held[s][half];
-    if (exceeds(maximum - before, most)) held[s][half] = (maximum + to_32nds) - to_32nds;
-    const Real rescale = power(score.exponent_between(before, held[s][half]));
+  CUFLASH_DEVICE void raise_reference(Real maximum, int s, int half,
+                                      Real (&o_acc)[slices][out_tiles][4], const Score& score) {
+    const Real before = row_reference[s][half];
+    if (exceeds(maximum - before, max_exponent))
+      row_reference[s][half] = (maximum + to_32nds) - to_32nds;
+    const Real rescale = power(score.exponent_between(before, row_reference[s][half]));
     row_sum[s][half] *= rescale;
     scale_row(o_acc[s], half, rescale);
   }

@@ -64,12 +64,12 @@ struct ScoreTraits {
   static constexpr bool hides_by_bits = has_segments || (Config::mask && !Config::mask_stages);
 
   // Do options leave registers for what dropout draws, beside scores?
-  static constexpr bool leaves_registers =
+  static constexpr bool leaves_registers_for_dropout =
       is_plain && !Config::window_left && Config::alibi_slopes == Dtype::none;
 
   // Is a mask the only option that takes registers, and are some left? Then it is looked up while
   // scores are multiplied. At 256 columns of v NVRTC 13 spills. (D8)
-  static constexpr bool has_mask_alone =
+  static constexpr bool reads_mask_ahead =
       Config::mask && !has_segments && !Config::mask_mod && !Config::score_mod &&
       !Config::softcap && !Config::dropout && Config::bias == Dtype::none &&
       Config::alibi_slopes == Dtype::none && Config::head_dim_v <= 192;
@@ -99,9 +99,9 @@ struct ScoreTraits {
   static constexpr bool is_capped_product = exponent_of_product && is_capped;
 
   // Is a logit plain, and do registers keep nothing of a row or an entry but a causal bound?
-  static constexpr bool is_light = is_plain && !has_sink && !Config::window_left &&
-                                   !Config::dropout && Config::alibi_slopes == Dtype::none &&
-                                   !has_lengths && Config::cu_seqlens == Dtype::none;
+  static constexpr bool leaves_registers_for_products =
+      is_plain && !has_sink && !Config::window_left && !Config::dropout &&
+      Config::alibi_slopes == Dtype::none && !has_lengths && Config::cu_seqlens == Dtype::none;
 
   // Which key blocks of a row range may be masked: some before the last one, in which lengths end,
   // and some before the full ones.

@@ -81,7 +81,7 @@ using VColumns = LaneColumns<Config::head_dim_v>;
 // row t/4, `lower` its row t/4 + 8.
 CUFLASH_DEVICE uint32_t marked_rows(bool upper, bool lower) {
   uint32_t rows = 0;
-  if (warp_agrees(upper || lower)) {
+  if (warp_any(upper || lower)) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t lanes = __ballot_sync(0xffffffff, half == 0 ? upper : lower);
@@ -106,7 +106,7 @@ CUFLASH_DEVICE uint32_t non_finite_rows(const Real (&acc)[tiles][4]) {
 template <typename Step>
 CUFLASH_DEVICE void for_each_bit(uint32_t bits, const Step& step) {
 #pragma unroll 1
-  for (; warp_agrees(bits != 0); bits &= bits - 1) step(__ffs(bits) - 1);
+  for (; warp_any(bits != 0); bits &= bits - 1) step(__ffs(bits) - 1);
 }
 
 // What the gradient needs of a row. For a row far from 0 the statistics hold NaN instead of lse,
@@ -210,8 +210,8 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
   Real row_max = -infinity(), row_sum = 0;
   const Range keys = score.kv_range(q_idx, q_idx + 1);
 #pragma unroll 1
-  for (int kv_idx = keys.begin; warp_agrees(kv_idx < keys.end); ++kv_idx) {
-    if (warp_agrees(!score.sees(q_idx, kv_idx))) continue;
+  for (int kv_idx = keys.begin; warp_any(kv_idx < keys.end); ++kv_idx) {
+    if (warp_any(!score.sees(q_idx, kv_idx))) continue;
     k.load(k_rows, kv_idx);
     v.load(v_rows, kv_idx);
     const Real logit = score.rounded_logit(score.apply(q.dot(k), q_idx, kv_idx));
@@ -221,7 +221,7 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
     const Real p = power_of_two((logit - shift) * log2_e);
     const Real new_sum = row_sum * rescale + p;
     row_max = new_max;
-    if (warp_agrees(new_sum == 0)) continue;  // a formula has hidden all pairs so far
+    if (warp_any(new_sum == 0)) continue;  // a formula has hidden all pairs so far
     // A running mean: it stays within the range where a sum of large values would overflow.
     const Real share = row_sum * rescale / new_sum;
     row_sum = new_sum;

@@ -23,7 +23,8 @@ struct Consumer {
 
   // Computes all tiles of this thread block.
   CUFLASH_DEVICE void run() {
-    if (uses_pingpong && warpgroup == consumers - 1) ptx::named_barrier_arrive(first_turn, 256);
+    if (uses_pingpong && warpgroup == consumers - 1)
+      ptx::named_barrier_arrive(first_pingpong_barrier, 256);
 #pragma unroll 1
     for (;; q_ring.advance()) {
       const Work work = receive_work(smem, Ring<2>{q_ring.uses});
@@ -58,23 +59,23 @@ struct Consumer {
       const bool masked = own.masked(block), is_last = block == own.begin;
       if (halves_last && rows.half_last) {
         constexpr Keys seen = halves_last ? Keys::lower_half : Keys::all;
-        first_block<seen>(score, rows, block, masked, is_last);
+        attend_first_block<seen>(score, rows, block, masked, is_last);
       } else {
-        first_block<Keys::all>(score, rows, block, masked, is_last);
+        attend_first_block<Keys::all>(score, rows, block, masked, is_last);
       }
       --block;
       if constexpr (Score::masks_before_full) {
         if (!own.has_full()) {
 #pragma unroll 1
           for (; block >= own.begin; --block) {
-            next_block<Edge::both>(score, rows, block, block == own.begin);
+            attend_block<Edge::both>(score, rows, block, block == own.begin);
           }
         }
       }
       if constexpr (Score::masks_before_last) {
 #pragma unroll 1
         for (; block >= own.full_end; --block) {
-          next_block<Edge::last>(score, rows, block, block == own.begin);
+          attend_block<Edge::last>(score, rows, block, block == own.begin);
         }
       }
 #pragma unroll 1
@@ -84,24 +85,24 @@ struct Consumer {
         const Range keys{first_key, first_key + Config::block_n};
         const bool crosses_diagonal =
             score.crosses_diagonal(own_rows, keys) || score.is_steep(own_rows, keys);
-        if (keeps_reference && !(may_bend && warp_agrees(crosses_diagonal))) {
-          next_full_block(score, rows, entry, block, block == own.begin);
-        } else if constexpr (!keeps_reference || may_bend) {
-          next_block<Edge::none>(score, rows, block, block == own.begin);
+        if (keeps_reference && !(may_cross_diagonal && warp_any(crosses_diagonal))) {
+          attend_full_block(score, rows, entry, block, block == own.begin);
+        } else if constexpr (!keeps_reference || may_cross_diagonal) {
+          attend_block<Edge::none>(score, rows, block, block == own.begin);
         }
       }
       if constexpr (Score::masks_before_full) {
 #pragma unroll 1
         for (; block >= own.begin + rows.half_first; --block) {
-          next_block<Edge::first>(score, rows, block, block == own.begin);
+          attend_block<Edge::first>(score, rows, block, block == own.begin);
         }
       }
       if (halves_first && rows.half_first && block == own.begin) {
         constexpr Keys seen = halves_first ? Keys::upper_half : Keys::all;
-        next_block<Edge::first, seen>(score, rows, block--, true);
-        last_product<seen>();
+        attend_block<Edge::first, seen>(score, rows, block--, true);
+        multiply_last_pv<seen>();
       } else {
-        last_product<Keys::all>();
+        multiply_last_pv<Keys::all>();
       }
     } else {
       release_unread_q();
@@ -120,22 +121,22 @@ struct Consumer {
     clear(o_acc);
     wait(smem.q_full[q_ring.stage()], q_ring.full_parity());
     int block = visited.last_from(blocks.end - 1);
-    if (warp_agrees(block < blocks.begin)) return release_unread_q();
+    if (warp_any(block < blocks.begin)) return release_unread_q();
     bool masked = visited.masked(block);
     int next = visited.next_before(block);
-    first_block<Keys::all>(score, rows, block, masked, next < blocks.begin);
+    attend_first_block<Keys::all>(score, rows, block, masked, next < blocks.begin);
 #pragma unroll 1
-    while (warp_agrees(next >= blocks.begin)) {
+    while (warp_any(next >= blocks.begin)) {
       block = next;
       masked = visited.masked(block);
       next = visited.next_before(block);
-      if (warp_agrees(masked)) {
-        next_block<Edge::both>(score, rows, block, next < blocks.begin);
+      if (warp_any(masked)) {
+        attend_block<Edge::both>(score, rows, block, next < blocks.begin);
       } else {
-        next_block<Edge::none>(score, rows, block, next < blocks.begin);
+        attend_block<Edge::none>(score, rows, block, next < blocks.begin);
       }
     }
-    last_product<Keys::all>();
+    multiply_last_pv<Keys::all>();
   }
 
   // The same under slopes without bounds, where these rows see all blocks of the tile, or none.
@@ -156,37 +157,37 @@ struct Consumer {
       return;
     }
     int next = visited.next_before(block);
-    first_block<Keys::all>(score, rows, block, blocks.masked(block), next < blocks.begin);
+    attend_first_block<Keys::all>(score, rows, block, blocks.masked(block), next < blocks.begin);
 #pragma unroll 1
-    while (warp_agrees(next >= blocks.begin)) {
+    while (warp_any(next >= blocks.begin)) {
       block = next;
       next = visited.next_before(block);
       const bool is_last = next < blocks.begin;
       const Range keys{block * Config::block_n, (block + 1) * Config::block_n};
-      if (warp_agrees(blocks.masked(block))) {
-        next_block<Edge::last>(score, rows, block, is_last);
-      } else if (warp_agrees(score.crosses_diagonal(own_rows, keys) ||
-                             score.is_steep(own_rows, keys))) {
-        next_block<Edge::none>(score, rows, block, is_last);
+      if (warp_any(blocks.masked(block))) {
+        attend_block<Edge::last>(score, rows, block, is_last);
+      } else if (warp_any(score.crosses_diagonal(own_rows, keys) ||
+                          score.is_steep(own_rows, keys))) {
+        attend_block<Edge::none>(score, rows, block, is_last);
       } else {
-        next_full_block(score, rows, work.entry, block, is_last);
+        attend_full_block(score, rows, work.entry, block, is_last);
       }
     }
-    last_product<Keys::all>();
+    multiply_last_pv<Keys::all>();
   }
 
   // s and p of the first block that these rows visit.
   template <Keys keys>
-  CUFLASH_DEVICE void first_block(const Score& score, const ConsumerRows& rows, int block,
-                                  bool masked, bool is_last) {
-    float s_acc[1][count_of(keys)][4];
+  CUFLASH_DEVICE void attend_first_block(const Score& score, const ConsumerRows& rows, int block,
+                                         bool masked, bool is_last) {
+    float s_acc[1][num_tiles_of(keys)][4];
     const int first_key = block * Config::block_n;
     wait(smem.k_full[ring.stage()], ring.full_parity());
     pingpong_wait();
     start_scores<keys>(s_acc);
     pingpong_signal();
-    const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
-    const PrefetchedMaskBias<count_of(keys)> prefetched(score, rows.first_row, first_key);
+    const auto dropped = dropped_pairs<num_tiles_of(keys)>(score, rows, first_key);
+    const PrefetchedMaskBias<num_tiles_of(keys)> prefetched(score, rows.first_row, first_key);
     ptx::wgmma_wait<0>();
     ptx::pin(flat(s_acc));
     release_scores(is_last);
@@ -203,30 +204,30 @@ struct Consumer {
   // q k^T of this block and p v of the previous block. The softmax of this block runs under that
   // p v.
   template <Edge edge, Keys keys = Keys::all>
-  CUFLASH_DEVICE void next_block(const Score& score, const ConsumerRows& rows, int block,
-                                 bool is_last) {
-    float s_acc[1][count_of(keys)][4];
-    const int first_key = block * Config::block_n + 8 * first_of(keys);
-    const Ring<Config::num_stages> before = start_both<keys>(s_acc, [] {});
-    const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
-    PrefetchedMaskBias<count_of(keys)> prefetched;
+  CUFLASH_DEVICE void attend_block(const Score& score, const ConsumerRows& rows, int block,
+                                   bool is_last) {
+    float s_acc[1][num_tiles_of(keys)][4];
+    const int first_key = block * Config::block_n + 8 * first_tile_of(keys);
+    const Ring<Config::num_stages> before = start_qk_and_pv<keys>(s_acc, [] {});
+    const auto dropped = dropped_pairs<num_tiles_of(keys)>(score, rows, first_key);
+    PrefetchedMaskBias<num_tiles_of(keys)> prefetched;
     if constexpr (edge != Edge::none) prefetched = {score, rows.first_row, first_key};
     wait_for_scores(s_acc);
     release_scores(is_last);
     online_softmax<edge>(s_acc, score, rows.first_row, first_key, prefetched);
-    end_product(before);
+    finish_pv(before);
     pack_p<keys>(s_acc, dropped);
     softmax.rescale_rows(o_acc);
   }
 
-  // next_block() for a full block, relative to the current reference of the rows: no maximum is
+  // attend_block() for a full block, relative to the current reference of the rows: no maximum is
   // formed. If weights show that the reference is too low, it is raised afterwards.
-  CUFLASH_DEVICE void next_full_block(const Score& score, const ConsumerRows& rows,
-                                      const BatchIndex& entry, int block, bool is_last) {
+  CUFLASH_DEVICE void attend_full_block(const Score& score, const ConsumerRows& rows,
+                                        const BatchIndex& entry, int block, bool is_last) {
     float s_acc[1][s_tiles][4];
     const int first_key = block * Config::block_n;
     const bool are_before = first_key < score.near_offset + rows.first_row;
-    const Ring<Config::num_stages> before = start_both<Keys::all>(
+    const Ring<Config::num_stages> before = start_qk_and_pv<Keys::all>(
         s_acc, [&] { smem.slopes.start_product(s_acc, warpgroup, are_before); });
     const auto dropped = dropped_pairs<s_tiles>(score, rows, first_key);
     wait_for_scores(s_acc);
@@ -234,17 +235,17 @@ struct Consumer {
     if constexpr (looks_up) {
       look_up<Edge::none>(s_acc, score, rows.first_row, first_key);
       softmax.rescale[0] = softmax.rescale[1] = 1.0f;
-      if (warp_agrees(softmax.has_low_reference())) softmax.raise_low_references(s_acc, score);
+      if (warp_any(softmax.has_low_reference())) softmax.raise_low_references(s_acc, score);
     }
     softmax.keep_reference();
     exponentiate_full(s_acc, score, rows, first_key);
-    end_product(before);
+    finish_pv(before);
     if constexpr (looks_up) softmax.rescale_rows(o_acc);
-    if (warp_agrees(softmax.outgrown())) {
+    if (warp_any(softmax.needs_higher_reference())) {
       bool lost[2];
       softmax.raise_to_weights(s_acc, score, lost);
       softmax.rescale_rows(o_acc);
-      if (warp_agrees(lost[0] || lost[1])) {
+      if (warp_any(lost[0] || lost[1])) {
         const int warp_row = rows.first_row + 16 * (ptx::thread_index() / 32 % 4);
         const RawScores raw(params, entry, score.seqlen, warp_row);
         recompute_weights(s_acc, o_acc, softmax, lost, raw, score, rows.first_row, first_key);
@@ -256,17 +257,17 @@ struct Consumer {
 
   // Writes the slope of a tile for all its products, after the products of the previous tile.
   CUFLASH_DEVICE void write_slopes(const Score& score) {
-    ptx::named_barrier_sync(first_together + warpgroup, 128);
+    ptx::named_barrier_sync(first_warpgroup_barrier + warpgroup, 128);
     const int thread = ptx::thread_index() % 128;
     if (thread < 8) smem.slopes.write_columns(warpgroup, thread, score);
-    ptx::named_barrier_sync(first_together + warpgroup, 128);
+    ptx::named_barrier_sync(first_warpgroup_barrier + warpgroup, 128);
   }
 
   // p v of the last block that these rows visit.
   template <Keys keys>
-  CUFLASH_DEVICE void last_product() {
-    start_product_with<keys>(ring);
-    end_product(ring);
+  CUFLASH_DEVICE void multiply_last_pv() {
+    start_pv<keys>(ring);
+    finish_pv(ring);
     ring.advance();
   }
 
@@ -275,7 +276,7 @@ struct Consumer {
     wait(smem.k_full[ring.stage()], ring.full_parity());
     wait(smem.v_full[ring.stage()], ring.full_parity());
     // All threads are past these waits before one of them lets the phases end.
-    ptx::named_barrier_sync(first_together + warpgroup, 128);
+    ptx::named_barrier_sync(first_warpgroup_barrier + warpgroup, 128);
     arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
     arrive_if(smem.v_empty[ring.stage()], leads_warpgroup());
     ring.advance();
@@ -290,9 +291,9 @@ struct Consumer {
     const DroppedPairs<1, tiles> dropped(
         score, rows.first_row + 16 * (ptx::thread_index() / 32 % 4), first_key);
     // ptxas would draw after the wait for the products. This arrival needs the drawn bits before
-    // the wait. It never happens, because all bits of each half of `some` are equal. (D3)
-    if constexpr (Config::dropout && Score::leaves_registers) {
-      arrive_if(smem.never, dropped.some == 1);
+    // the wait. It never happens, because all bits of each half of `any_draws` are equal. (D3)
+    if constexpr (Config::dropout && Score::leaves_registers_for_dropout) {
+      arrive_if(smem.dependency, dropped.any_draws == 1);
     }
     return dropped;
   }
@@ -300,14 +301,15 @@ struct Consumer {
   // Starts q k^T of the ring's next block, the product of add(), and p v of the previous block.
   // Returns the ring at the previous block.
   template <Keys keys, int tiles, typename Add>
-  CUFLASH_DEVICE Ring<Config::num_stages> start_both(float (&s_acc)[1][tiles][4], const Add& add) {
+  CUFLASH_DEVICE Ring<Config::num_stages> start_qk_and_pv(float (&s_acc)[1][tiles][4],
+                                                          const Add& add) {
     const Ring<Config::num_stages> before = ring;
     ring.advance();
     wait(smem.k_full[ring.stage()], ring.full_parity());
     pingpong_wait();
     start_scores<keys>(s_acc);
     add();
-    start_product_with<Keys::all>(before);
+    start_pv<Keys::all>(before);
     pingpong_signal();
     return before;
   }
@@ -324,7 +326,7 @@ struct Consumer {
     release_q(is_last);
   }
 
-  CUFLASH_DEVICE void end_product(const Ring<Config::num_stages>& at) {
+  CUFLASH_DEVICE void finish_pv(const Ring<Config::num_stages>& at) {
     ptx::wgmma_wait<0>();
     if constexpr (is_fp8) {
       ptx::pin(flat(block_acc));
@@ -342,7 +344,7 @@ struct Consumer {
 
   // Releases q without a product. All threads of the warpgroup are past their wait for q.
   CUFLASH_DEVICE void release_unread_q() {
-    if constexpr (!stages_out) ptx::named_barrier_sync(first_together + warpgroup, 128);
+    if constexpr (!stages_out) ptx::named_barrier_sync(first_warpgroup_barrier + warpgroup, 128);
     release_q(true);
   }
 
@@ -351,7 +353,7 @@ struct Consumer {
   CUFLASH_DEVICE void online_softmax(float (&s_acc)[1][tiles][4], const Score& score, int first_row,
                                      int first_key, const PrefetchedMaskBias<tiles>& prefetched) {
     if constexpr (Score::is_capped_product) {
-      return capped_softmax<edge>(s_acc, softmax, smem.never, score, first_row, first_key);
+      return capped_softmax<edge>(s_acc, softmax, smem.dependency, score, first_row, first_key);
     }
     if constexpr (looks_up) {
       look_up<edge>(s_acc, score, first_row, first_key);
@@ -359,7 +361,7 @@ struct Consumer {
       apply_score<edge>(s_acc, score, first_row, first_key, prefetched);
     }
     softmax.find_maximum(s_acc, score);
-    exponentiate(s_acc, softmax, smem.never, [&](float value, int, int i) {
+    exponentiate(s_acc, softmax, smem.dependency, [&](float value, int, int i) {
       return score.exponent(value, softmax.shift[i / 2]);
     });
     softmax.add_block();
@@ -390,13 +392,13 @@ struct Consumer {
     const RowExponents of_row[2] = {{score, lane.row, first_key, softmax.shift[0]},
                                     {score, lane.row + 8, first_key, softmax.shift[1]}};
     if constexpr (loads_bias) {
-      exponentiate(s_acc, softmax, smem.never, [&](float logit, int, int i) {
+      exponentiate(s_acc, softmax, smem.dependency, [&](float logit, int, int i) {
         return score.exponent(logit, softmax.shift[i / 2]);
       });
     } else if constexpr (Score::is_capped) {
-      exponentiate_capped<Edge::none>(s_acc, softmax, smem.never, of_row, {});
+      exponentiate_capped<Edge::none>(s_acc, softmax, smem.dependency, of_row, {});
     } else {
-      exponentiate(s_acc, softmax, smem.never,
+      exponentiate(s_acc, softmax, smem.dependency,
                    [&](float product, int, int i) { return of_row[i / 2](product); });
     }
   }
@@ -407,12 +409,12 @@ struct Consumer {
                              const DroppedPairs<1, tiles>& dropped) {
     if constexpr (is_fp8) return pack_e4m3<keys>(s_acc);
     unrolled<s_tiles>([&](int t) {
-      const int own = t - first_of(keys);
+      const int own = t - first_tile_of(keys);
       unrolled<2>([&](int half) {
         uint32_t& pair = p_frag[0][t / 2][t % 2 * 2 + half];
         if (own >= 0 && own < tiles) {
           pair = pack<half_dtype>(s_acc[0][own][2 * half], s_acc[0][own][2 * half + 1]);
-          pair = dropped.applied(pair, 0, own, half);
+          pair = dropped.apply_to(pair, 0, own, half);
         } else {
           pair = 0;
         }
@@ -424,7 +426,7 @@ struct Consumer {
   template <Keys keys, int tiles>
   CUFLASH_DEVICE void pack_e4m3(const float (&s_acc)[1][tiles][4]) {
     unrolled<s_tiles / 2, 2>([&](int pair, int half) {
-      const int own = 2 * pair - first_of(keys);
+      const int own = 2 * pair - first_tile_of(keys);
       uint32_t& four = p_frag[0][pair / 2][pair % 2 * 2 + half];
       if (own >= 0 && own < tiles) {
         const float (&first)[4] = s_acc[0][own], (&second)[4] = s_acc[0][own + 1];
@@ -440,13 +442,13 @@ struct Consumer {
   CUFLASH_DEVICE void start_scores(float (&s_acc)[1][tiles][4]) {
     start_transposed_product<SharedMemory::QTile, SharedMemory::KTile>(
         s_acc, smem.q[q_ring.stage()].k_major(64 * warpgroup),
-        smem.k[ring.stage()].k_major(8 * first_of(keys)));
+        smem.k[ring.stage()].k_major(8 * first_tile_of(keys)));
   }
 
   template <Keys keys>
-  CUFLASH_DEVICE void start_product_with(const Ring<Config::num_stages>& at) {
+  CUFLASH_DEVICE void start_pv(const Ring<Config::num_stages>& at) {
     constexpr int step = 4 / sizeof(Element);  // tiles that one product sums
-    constexpr int first = first_of(keys) / step, count = count_of(keys) / step;
+    constexpr int first = first_tile_of(keys) / step, count = num_tiles_of(keys) / step;
     wait(smem.v_full[at.stage()], at.full_parity());
     const SharedMemory::VTile& v = smem.v[at.stage()];
     if constexpr (is_fp8) {
@@ -457,11 +459,11 @@ struct Consumer {
   }
 
   CUFLASH_DEVICE void pingpong_wait() const {
-    if constexpr (uses_pingpong) ptx::named_barrier_sync(first_turn + warpgroup, 256);
+    if constexpr (uses_pingpong) ptx::named_barrier_sync(first_pingpong_barrier + warpgroup, 256);
   }
   CUFLASH_DEVICE void pingpong_signal() const {
     const int next = warpgroup + 1 == consumers ? 0 : warpgroup + 1;
-    if constexpr (uses_pingpong) ptx::named_barrier_arrive(first_turn + next, 256);
+    if constexpr (uses_pingpong) ptx::named_barrier_arrive(first_pingpong_barrier + next, 256);
   }
 };
 

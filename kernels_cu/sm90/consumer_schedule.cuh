@@ -12,33 +12,37 @@ constexpr bool halves = Config::block_n == 128 && Score::is_plain;
 constexpr bool halves_last = halves && Score::last_rows_see_most;
 constexpr bool halves_first = halves && Score::masks_before_full;
 
-// Full blocks keep the current reference of their rows: see Consumer::next_full_block. For wide
+// Full blocks keep the current reference of their rows: see Consumer::attend_full_block. For wide
 // heads products take so long that this gains nothing, except under a softcap. (D1, D131) A softcap
 // or slopes together with segments or packed sequences leave no registers for it.
-constexpr bool is_light_enough =
+constexpr bool has_registers_for_reference =
     Config::scale_in_exponent || (!Score::has_segments && Config::cu_seqlens == Dtype::none);
-constexpr bool is_worth_it = Config::head_dim <= 128 || Score::is_capped_product;
+constexpr bool keeping_saves_time = Config::head_dim <= 128 || Score::is_capped_product;
 constexpr bool keeps_reference =
-    looks_up || (Score::exponent_of_product && is_light_enough && !Config::dropout && is_worth_it);
+    looks_up || (Score::exponent_of_product && has_registers_for_reference && !Config::dropout &&
+                 keeping_saves_time);
 static_assert(!loads_mask || Config::scale_in_exponent, "hidden is what is -inf before its scale");
-constexpr bool may_bend = Score::has_slopes;
-static_assert(!keeps_reference || Score::multiplies_slopes == may_bend, "exponents of products");
+constexpr bool may_cross_diagonal = Score::has_slopes;
+static_assert(!keeps_reference || Score::multiplies_slopes == may_cross_diagonal,
+              "exponents of products");
 // Ping-pong: the softmax of one warpgroup runs under the products of another. With three warpgroups
 // the products of a narrow block are too short for that, and ping-pong only delays them. Two
 // warpgroups find this order by themselves if no maximum is formed and the products of a wide head
 // take longer than a softmax.
-constexpr bool finds_order = keeps_reference && Config::scale_in_exponent &&
-                             Config::head_dim == 128 && (is_fp8 || !Score::masks_before_last);
-constexpr bool uses_pingpong = consumers == 2 ? !finds_order : Config::block_n == 128;
+constexpr bool alternates_without_barriers = keeps_reference && Config::scale_in_exponent &&
+                                             Config::head_dim == 128 &&
+                                             (is_fp8 || !Score::masks_before_last);
+constexpr bool uses_pingpong =
+    consumers == 2 ? !alternates_without_barriers : Config::block_n == 128;
 
 // The keys of a block that are multiplied. The other keys are hidden from all 64 rows.
 enum class Keys { all, lower_half, upper_half };
 
 // The first of these tiles of 8 keys, and their number.
-CUFLASH_DEVICE constexpr int first_of(Keys keys) {
+CUFLASH_DEVICE constexpr int first_tile_of(Keys keys) {
   return keys == Keys::upper_half ? s_tiles / 2 : 0;
 }
-CUFLASH_DEVICE constexpr int count_of(Keys keys) {
+CUFLASH_DEVICE constexpr int num_tiles_of(Keys keys) {
   return keys == Keys::all ? s_tiles : s_tiles / 2;
 }
 
@@ -55,8 +59,8 @@ struct ConsumerRows {
     if (own.begin >= own.end) own = BlockRanges{tile.begin, tile.begin, tile.begin, tile.begin};
     const Range keys = score.kv_range(first_row, first_row + 64);
     constexpr int half = Config::block_n / 2;
-    half_first = halves_first && warp_agrees(keys.begin - own.begin * Config::block_n >= half);
-    half_last = halves_last && warp_agrees(own.end * Config::block_n - keys.end >= half);
+    half_first = halves_first && warp_any(keys.begin - own.begin * Config::block_n >= half);
+    half_last = halves_last && warp_any(own.end * Config::block_n - keys.end >= half);
   }
 };
 

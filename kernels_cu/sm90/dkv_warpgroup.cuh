@@ -127,7 +127,7 @@ struct DkvWarpgroup {
 
   CUFLASH_DEVICE void hide_pairs(float (&p)[1][tiles][4], const Score& score, int first_row,
                                  int first_key, bool masked, int first = 0) const {
-    if (!warp_agrees(masked)) return;
+    if (!warp_any(masked)) return;
     const LaneIndices lane(first_row + first, first_key);
     ColumnBits seeing[2];
     if constexpr (Score::hides_by_bits) find_seeing(seeing, score, lane);
@@ -203,7 +203,7 @@ struct DkvWarpgroup {
       }
       if constexpr (!Score::adds_only) {
         frag[0][t / 2][t % 2 * 2 + half] =
-            kept.applied(pack<Config::dtype>(p[0], p[1]), 0, t, half);
+            kept.apply_to(pack<Config::dtype>(p[0], p[1]), 0, t, half);
       }
     });
     if constexpr (Score::adds_only) to_kept_operand(s_acc, kept);
@@ -215,7 +215,7 @@ struct DkvWarpgroup {
     to_operand(frag, p);
     unrolled<tiles, 2>([&](int t, int half) {
       uint32_t& pair = frag[0][t / 2][t % 2 * 2 + half];
-      pair = kept.applied(pair, 0, t, half);
+      pair = kept.apply_to(pair, 0, t, half);
     });
   }
 
@@ -232,21 +232,21 @@ struct DkvWarpgroup {
     const BatchIndex entry = work.entry(params, 0);
     const Seqlen seqlen(params.score, entry);
     const int num_keys = min(max(seqlen.rows_k - first_key, 0), 16);
-    uint32_t broken = 0;
+    uint32_t rows_to_recompute = 0;
     if constexpr (Config::grad_k) {
       store_slice_wide(RowTarget(params.dk, params.dk_layout, entry, seqlen.first_k,
                                  params.head_dim, Config::head_dim),
                        first_key, num_keys, params.score.scale, dk_acc[0]);
-      broken |= non_finite_rows(dk_acc[0]);
+      rows_to_recompute |= non_finite_rows(dk_acc[0]);
     }
     if constexpr (Config::grad_v) {
       store_slice_wide(RowTarget(params.dv, params.dv_layout, entry, seqlen.first_k,
                                  params.head_dim_v, Config::head_dim_v),
                        first_key, num_keys, kept_scale(params.score), dv_acc[0]);
-      broken |= non_finite_rows(dv_acc[0]);
+      rows_to_recompute |= non_finite_rows(dv_acc[0]);
     }
     __syncwarp();  // four lanes wrote each row, and the warp may overwrite it below
-    for_each_bit(broken & ((1u << num_keys) - 1), [&](int row) {
+    for_each_bit(rows_to_recompute & ((1u << num_keys) - 1), [&](int row) {
       recompute_dkv(params, work.owner, work.sequence, first_key + row);
     });
   }

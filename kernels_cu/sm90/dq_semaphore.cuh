@@ -21,7 +21,7 @@ CUFLASH_DEVICE int tiles_before(const Score& score, int block, int rank, int sum
   const auto own = score.query_bounds<Config::block_m>(rows);
   int before = 0;
 #pragma unroll 1
-  for (int begin = first; warp_agrees(begin < rank); begin += 32) {
+  for (int begin = first; warp_any(begin < rank); begin += 32) {
     const int tile = begin + lane_index(), key = min(tile, rank - 1) * tile_keys;
     const bool adds = score.key_bounds<tile_keys>({key, key + tile_keys}).meets(own);
     before += __popc(__ballot_sync(0xffffffff, tile < rank && adds && tile % sums == sum));

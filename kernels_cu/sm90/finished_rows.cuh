@@ -21,12 +21,12 @@ struct FinishedRows {
     const int num_rows = min(max(score.seqlen.q - warp_row, 0), 16);
     const uint32_t non_finite = non_finite_rows(o_acc[0]);
     softmax.finish();
-    bool hidden[2], unsure[2];
+    bool hidden[2], far_or_overflowed[2];
     float factor[2], before[2] = {};
     const float value_unit = kept_scale(params.score) * weight_unit * score.value_scale(work.entry);
     unrolled<2>([&](int half) {
       const float sum = softmax.row_sum[0][half];
-      unsure[half] = is_unsure(score, softmax.reference(score, 0, half), sum);
+      far_or_overflowed[half] = must_recompute(score, softmax.reference(score, 0, half), sum);
       hidden[half] = fragment_row(0, 2 * half, lane) >= num_rows || sum == 0.0f;  // or at least 1
       const RowEnd end = end_of_row(score, work.entry, softmax.row_max[0][half], sum);
       factor[half] = hidden[half] ? 0.0f : __fdividef(value_unit * end.weight, end.sum);
@@ -40,18 +40,18 @@ struct FinishedRows {
       }
     });
     const uint32_t existing = (1u << num_rows) - 1;
-    const uint32_t without_lse = marked_rows(unsure[0], unsure[1]) & existing;
-    const uint32_t broken = non_finite & existing | without_lse;
+    const uint32_t without_lse = marked_rows(far_or_overflowed[0], far_or_overflowed[1]) & existing;
+    const uint32_t rows_to_recompute = non_finite & existing | without_lse;
     bool cleared[2] = {hidden[0], hidden[1]};
     if constexpr (Config::joins) {  // rows that are computed again keep the earlier result
       unrolled<2>([&](int half) {
-        const bool again = broken >> fragment_row(0, 2 * half, lane) & 1;
+        const bool again = rows_to_recompute >> fragment_row(0, 2 * half, lane) & 1;
         cleared[half] |= again;
         factor[half] = again ? 0.0f : factor[half];
         before[half] = again ? 1.0f : before[half];
       });
     }
-    if (warp_agrees(non_finite != 0)) {  // 0 * NaN is not 0
+    if (warp_any(non_finite != 0)) {  // 0 * NaN is not 0
       unrolled<o_tiles, 4>(
           [&](int t, int i) { o_acc[0][t][i] = cleared[i / 2] ? 0.0f : o_acc[0][t][i]; });
     }
@@ -61,10 +61,10 @@ struct FinishedRows {
     if constexpr (Config::joins) add_so_far(work, score, warp_row, before);
     if constexpr (stages_out) {
       // Only this warpgroup reads these rows of q, and it has finished with them.
-      stage_rows(params, work, smem.q[q_stage], tile_row, o_acc, broken, without_lse);
+      stage_rows(params, work, smem.q[q_stage], tile_row, o_acc, rows_to_recompute, without_lse);
       arrive_as_warp(smem.o_full[q_stage][warpgroup]);
     } else {
-      store_rows(params, work.entry, score.seqlen, warp_row, o_acc, broken, without_lse);
+      store_rows(params, work.entry, score.seqlen, warp_row, o_acc, rows_to_recompute, without_lse);
     }
     // The first lane of a quad writes lse of the upper row, the second lane lse of the lower row.
     const int q_idx = warp_row + lane / 4 + 8 * (lane % 4);
@@ -78,7 +78,7 @@ struct FinishedRows {
     const bool is_own =
         lane % 4 < 2 && q_idx < score.seqlen.rows_q && (without_lse >> (q_idx - warp_row) & 1) == 0;
     if (params.lse != nullptr && is_own) *at = Config::joins ? Joined(*at, value).lse : value;
-    __syncwarp();  // else the compiler takes the warp for diverged: see warp_agrees
+    __syncwarp();  // else the compiler takes the warp for diverged: see warp_any
   }
 
  private:

@@ -57,7 +57,7 @@ struct PrefetchedMaskBias {
 
   CUFLASH_DEVICE PrefetchedMaskBias(const Score& score, int first_row, int first_key) {
     const LaneIndices lane(first_row, first_key);
-    if constexpr (Score::has_mask_alone) score.shown_to_rows<tiles>(shown, lane.row, lane.key);
+    if constexpr (Score::reads_mask_ahead) score.shown_to_rows<tiles>(shown, lane.row, lane.key);
     if constexpr (Score::reads_bias_ahead) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -80,7 +80,7 @@ CUFLASH_DEVICE void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
       const auto bias = Score::reads_bias_ahead ? prefetched.bias[half]
                                                 : score.bias_of_row<tiles>(q_idx, lane.key);
       ColumnBits seen;
-      if constexpr (edge != Edge::none && Score::has_mask_alone) {
+      if constexpr (edge != Edge::none && Score::reads_mask_ahead) {
         seen = prefetched.shown[half];  // bounds are already applied
       } else if constexpr (edge != Edge::none) {
         seen = score.seen_of_row<tiles>(q_idx, lane.key, keys);
@@ -93,7 +93,7 @@ CUFLASH_DEVICE void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
         float& value = s_acc[0][t][2 * half + i];
         const int kv_idx = lane.key + 8 * t + i;
         bool visible = true;
-        if constexpr (edge != Edge::none && !bounds_as_bits && !Score::has_mask_alone) {
+        if constexpr (edge != Edge::none && !bounds_as_bits && !Score::reads_mask_ahead) {
           visible = 8 * t + i < keys.end;
         }
         if constexpr (edge != Edge::none) {

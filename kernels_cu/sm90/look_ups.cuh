@@ -19,7 +19,7 @@ constexpr int look_up_stages = loads_mask   ? Config::mask_stages
 static_assert(!looks_up || Config::block_m == 128, "a warp for each of two warpgroups");
 using RowsLookedUp = LookedUp<64>;
 
-template <bool are_there>
+template <bool enabled>
 struct LookUps {
   RowsLookedUp block[2][look_up_stages];  // buffers of each consumer
   uint64_t full[2][look_up_stages], empty[2][look_up_stages];

@@ -61,8 +61,8 @@ struct SharedMemory : DkvSharedMemory {
   If<stages_dq, StagedDq, TurnToAdd> dq;
   uint64_t rows_raw[Config::num_stages];
   uint64_t ds_full, other_full, ds_empty;
-  uint32_t broken[4];  // bit mask of the non-finite rows of dk of each warp
-  int tile;            // read from the first thread block: the tile of both
+  uint32_t rows_to_recompute[4];  // bit mask of the non-finite rows of dk of each warp
+  int tile;                       // read from the first thread block: the tile of both
 };
 
 // Called by one thread, before any other thread uses an mbarrier.

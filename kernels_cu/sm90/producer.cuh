@@ -93,7 +93,7 @@ struct Producer {
     Work found(params, index, order);
     if constexpr (is_packed) {
 #pragma unroll 1
-      while (warp_agrees(found.first_row >= 0 && !found.exists())) {
+      while (warp_any(found.first_row >= 0 && !found.exists())) {
         found = Work(params, __shfl_sync(0xffffffff, draw(), 0), order);
       }
     }

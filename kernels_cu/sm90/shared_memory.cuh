@@ -11,7 +11,7 @@
 //   o_full       4 (warps)          64 rows of out are staged: store them
 //   work_full    1                  the next tile is drawn
 //   work_empty   readers (warps)    every reader has a copy of the tile: draw the next
-//   never        -                  no thread waits: see tie() in sm90/weights.cuh
+//   dependency   -                  no thread waits: see pin_before_wait() in sm90/weights.cuh
 //
 // * v has `reader_arrivals` instead of 1, because the warp may clear rows.
 // Named barriers: `turn` passes the right to start products from warpgroup to warpgroup
@@ -34,7 +34,8 @@ constexpr int consumers = Config::block_m / 64;  // warpgroups, of 64 rows each
 constexpr bool stages_out = Config::num_q_stages == 2 && Config::out_dtype == Config::dtype;
 // Warps that transpose v of e4m3, whose products sum only contiguous elements.
 constexpr int transposers = is_fp8 ? 3 : 0;
-constexpr int first_turn = 1, first_together = first_turn + consumers;  // 0 is __syncthreads
+constexpr int first_pingpong_barrier = 1,
+              first_warpgroup_barrier = first_pingpong_barrier + consumers;  // 0 is __syncthreads
 static_assert(Config::num_threads == 128 * (consumers + 1), "one producer warpgroup");
 static_assert(!Config::split_keys || !is_packed, "a thread block has one part of one tile");
 
@@ -65,7 +66,7 @@ struct Work {
 };
 
 // Buffers of v of e4m3 before its transposition.
-template <bool are_there>
+template <bool enabled>
 struct RowsOfV {
   PanelTile<Config::block_n, Config::head_dim_v> v[Config::num_stages];
   uint64_t v_full[Config::num_stages], v_empty[Config::num_stages];
@@ -90,7 +91,7 @@ struct SharedMemory {
   uint64_t v_raw;
   uint64_t o_full[Config::num_q_stages][consumers];
   uint64_t work_full[2], work_empty[2];
-  uint64_t never;
+  uint64_t dependency;
   Work work[2];
   SlopeTiles<numbers_keys> slopes;
 };
@@ -128,7 +129,7 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   }
   smem.look_ups.init_barriers();
   init(smem.v_raw, 1);
-  init(smem.never, 1);
+  init(smem.dependency, 1);
   ptx::fence_mbarrier_init();
 }
 

@@ -7,11 +7,11 @@ namespace cuflash {
 
 // e4m3 holds numbers up to 448 and loses bits below 2^-6. Its weights, relative to the reference of
 // their row, are therefore multiplied by 2^8, and may exceed the reference by a factor of
-// 2^most_growth. 16-bit weights are not scaled, and that factor is 2^8.
+// 2^max_growth. 16-bit weights are not scaled, and that factor is 2^8.
 constexpr float weight_exponent = is_fp8 ? 8.0f : 0.0f, weight_unit = is_fp8 ? 0x1p-8f : 1.0f;
-constexpr float most_growth = is_fp8 ? 0.75f : 8.0f;
+constexpr float max_growth = is_fp8 ? 0.75f : 8.0f;
 // If a lane's weights of a full block sum to at most this, none of them is too large.
-constexpr float most_sum = is_fp8 ? 440.0f : 200.0f;
+constexpr float max_lane_sum = is_fp8 ? 440.0f : 200.0f;
 
 // State of the two rows of lane t: t/4 and t/4 + 8 of its warp's 16 rows.
 struct SplitSoftmax : OnlineSoftmax<1> {
@@ -23,9 +23,9 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   CUFLASH_DEVICE void keep_reference() { block_sum[0] = block_sum[1] = 0.0f; }
 
   // May raise_to_weights have to raise a reference of these rows, or has a row no reference yet?
-  CUFLASH_DEVICE bool outgrown() const {
+  CUFLASH_DEVICE bool needs_higher_reference() const {
     const float largest = fmaxf(block_sum[0], block_sum[1]);
-    return !(largest <= most_sum) ||
+    return !(largest <= max_lane_sum) ||
            (!raises_low && fminf(row_max[0][0], row_max[0][1]) == -infinity());
   }
 
@@ -47,8 +47,8 @@ struct SplitSoftmax : OnlineSoftmax<1> {
     }
   }
 
-  // If weights have outgrown a reference, it is raised to the largest of them. 16-bit weights
-  // outgrow it by more than a factor of 2^8, e4m3 weights by their sum. Rows whose weights
+  // If weights have outgrown a reference, it is raised to the largest of them. 16-bit
+  // weights outgrow it by more than a factor of 2^8, e4m3 weights by their sum. Rows whose weights
   // overflowed, or may have vanished in the first visible block, are `lost` and stay unchanged.
   //
   // The largest weight of e4m3 becomes a power of two, which is exact: 2^8 if it is nearly all of
@@ -60,8 +60,8 @@ struct SplitSoftmax : OnlineSoftmax<1> {
     for (int half = 0; half < 2; ++half) {
       const float largest = quad_max(lane_maximum(s_acc[0], half, 0.0f));
       const float sum = is_fp8 ? quad_max(block_sum[half]) : largest;
-      const bool grew =
-          sum > (is_fp8 ? most_sum : 0x1p8f) || (!raises_low && row_max[0][half] == -infinity());
+      const bool grew = sum > (is_fp8 ? max_lane_sum : 0x1p8f) ||
+                        (!raises_low && row_max[0][half] == -infinity());
       lost[half] = grew && !(largest > 0x1p-64f && largest < 0x1p100f);
       const float before = shift[half];
       if (grew && !lost[half]) {
@@ -77,7 +77,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
     }
   }
 
-  // A reference stays unless the maximum grew by more than a factor of 2^most_growth: p remains in
+  // A reference stays unless the maximum grew by more than a factor of 2^max_growth: p remains in
   // range and as exact as before, and o keeps its scale.
   template <int tiles>
   CUFLASH_DEVICE void find_maximum(const float (&s_acc)[1][tiles][4], const Score& score) {
@@ -92,7 +92,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   CUFLASH_DEVICE void raise_reference(int half, float maximum, const Score& score) {
     const float old_reference = score.reference(row_max[0][half]);
     const float new_reference = score.reference(maximum);
-    const bool grew = score.exponent_between(new_reference, old_reference) > most_growth;
+    const bool grew = score.exponent_between(new_reference, old_reference) > max_growth;
     row_max[0][half] = grew ? maximum : row_max[0][half];
     const float reference = grew ? new_reference : old_reference;
     shift[half] = reference == -infinity() ? 0.0f : reference;

@@ -31,11 +31,11 @@ struct StagedRow : CallersRows {
   }
 };
 
-// Stages 16 rows of a warp from `first_row` of the tile on. Rows in the bit mask `broken` are
-// computed again, and for rows in `without_lse` also lse.
+// Stages 16 rows of a warp from `first_row` of the tile on. Rows in the bit mask
+// `rows_to_recompute` are computed again, and for rows in `without_lse` also lse.
 CUFLASH_DEVICE void stage_rows(const ForwardSm90Params& params, const Work& work,
                                SharedMemory::QTile& tile, int first_row,
-                               const float (&o_acc)[1][o_tiles][4], uint32_t broken,
+                               const float (&o_acc)[1][o_tiles][4], uint32_t rows_to_recompute,
                                uint32_t without_lse) {
   const int lane = lane_index(), row = first_row + lane % 16;
 #pragma unroll
@@ -47,7 +47,7 @@ CUFLASH_DEVICE void stage_rows(const ForwardSm90Params& params, const Work& work
         pack<half_dtype>(o[t + 1][0], o[t + 1][1]), pack<half_dtype>(o[t + 1][2], o[t + 1][3]));
   }
   __syncwarp();  // four lanes staged each row, and the warp may overwrite it below
-  for_each_bit(broken, [&](int bit) {
+  for_each_bit(rows_to_recompute, [&](int bit) {
     const int q_idx = work.first_row + first_row + bit;
     recompute_out(params, work.entry, q_idx, without_lse >> bit & 1,
                   StagedRow{tile, first_row + bit});
@@ -63,7 +63,7 @@ CUFLASH_DEVICE void write_rows(const ForwardSm90Params& params, const BatchIndex
   OutElement* out =
       static_cast<OutElement*>(params.out) + entry * params.out_layout.batch + 8 * chunk;
 #pragma unroll 1
-  for (int first = 0; warp_agrees(first < num_rows); first += 4) {
+  for (int first = 0; warp_any(first < num_rows); first += 4) {
     const int row = first + lane / 8;
     OutElement* to = out + (out_row + row) * params.out_layout.row;
 #pragma unroll
@@ -96,7 +96,7 @@ CUFLASH_DEVICE void send_tiles(const ForwardSm90Params& params, SharedMemory& sm
       const int q_idx = work.first_row + 64 * w, out_row = seqlen.first_q + q_idx;
       if constexpr (is_packed) {
         const int num_rows = seqlen.rows_q - q_idx;
-        if (warp_agrees(num_rows < 64)) {
+        if (warp_any(num_rows < 64)) {
           write_rows(params, work.entry, smem.q[stage], 64 * w, out_row, num_rows);
           continue;
         }
@@ -143,10 +143,11 @@ CUFLASH_DEVICE void store_chunks(const ForwardSm90Params& params, const BatchInd
   }
 }
 
-// Writes 16 rows of a warp in 16 bits or in float32. Rows in `broken` are computed again.
+// Writes 16 rows of a warp in 16 bits or in float32. Rows in `rows_to_recompute` are computed
+// again.
 CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex& entry,
                                const Seqlen& seqlen, int first_row,
-                               const float (&o_acc)[1][o_tiles][4], uint32_t broken,
+                               const float (&o_acc)[1][o_tiles][4], uint32_t rows_to_recompute,
                                uint32_t without_lse) {
   if constexpr (Config::out_dtype == Dtype::float32) {
     const RowTarget to(KeyPart::of_this_block(params).out(params), params.out_layout, entry,
@@ -156,7 +157,7 @@ CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex
     store_chunks(params, entry, seqlen, first_row, o_acc);
   }
   __syncwarp();  // four lanes wrote each row, and the warp may overwrite it below
-  for_each_bit(broken, [&](int bit) {
+  for_each_bit(rows_to_recompute, [&](int bit) {
     recompute_out(params, entry, first_row + bit, without_lse >> bit & 1);
   });
 }

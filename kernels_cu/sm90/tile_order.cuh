@@ -19,7 +19,7 @@ struct TileOrder {
     if constexpr (!is_packed) {
       return {0, Score::last_rows_see_most ? params.grid.num_blocks - 1 - rank : rank};
     } else {
-      if (warp_agrees(rank < group_begin || rank >= group_end)) sort_group_of(params.score, rank);
+      if (warp_any(rank < group_begin || rank >= group_end)) sort_group_of(params.score, rank);
       const int own = rank - group_begin - first_rank;
       const uint32_t owner = __ballot_sync(0xffffffff, own >= 0 && own < num_tiles);
       const int block = Score::last_rows_see_most ? num_tiles - 1 - own : own;
@@ -35,9 +35,9 @@ struct TileOrder {
     const Packing queries = Packing::of_queries(params), keys = Packing::of_keys(params);
     int low = 0, high = (queries.num_sequences - 1) / 32;
 #pragma unroll 1
-    while (warp_agrees(low < high)) {
+    while (warp_any(low < high)) {
       const int middle = (low + high + 1) / 2;
-      if (warp_agrees(queries.first_rank<Config::block_m>(32 * middle) <= rank)) {
+      if (warp_any(queries.first_rank<Config::block_m>(32 * middle) <= rank)) {
         low = middle;
       } else {
         high = middle - 1;

@@ -58,7 +58,7 @@ CUFLASH_DEVICE void transpose_values(const ForwardSm90Params& params, SharedMemo
     VisitedBlocks<Walk::keys> visited(score, blocks, rows);
     int block = visited.last_from(blocks.end - 1);
 #pragma unroll 1
-    for (; warp_agrees(block >= blocks.begin); block = visited.next_before(block)) {
+    for (; warp_any(block >= blocks.begin); block = visited.next_before(block)) {
       const int stage = ring.stage();
       wait(smem.rows.v_full[stage], ring.full_parity());
       wait(smem.v_empty[stage], ring.empty_parity());

@@ -12,7 +12,7 @@ CUFLASH_DEVICE void clear_unowned_rows(const ForwardSm90Params& params) {
   const int rows = begin + queries.total - end, lane = lane_index();
   const int64_t count = int64_t(rows) * params.grid.num_owners;
 #pragma unroll 1
-  for (int64_t i = ptx::block_index(); warp_agrees(i < count); i += gridDim.x) {
+  for (int64_t i = ptx::block_index(); warp_any(i < count); i += gridDim.x) {
     const int owner = static_cast<int>(i / rows),
               rank = static_cast<int>(i - int64_t(owner) * rows);
     const int row = rank < begin ? rank : rank - begin + end;

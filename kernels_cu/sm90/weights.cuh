@@ -11,29 +11,29 @@ namespace cuflash {
 
 // Keeps exponentials before the wait for p v, which ptxas would move above most of them. The
 // arrival depends on the exponentials so far. It never happens, because no sum has these bits.
-CUFLASH_DEVICE void tie(const SplitSoftmax& softmax, uint64_t& never) {
+CUFLASH_DEVICE void pin_before_wait(const SplitSoftmax& softmax, uint64_t& dependency) {
   const float sum = softmax.block_sum[0] + softmax.block_sum[1];
-  arrive_if(never, __float_as_uint(sum) == 0xffffffffu);
+  arrive_if(dependency, __float_as_uint(sum) == 0xffffffffu);
 }
 
 // Turns scores into weights. exponent(score, t, i) is called for register i of tile t.
 template <int tiles, typename Exponent>
 CUFLASH_DEVICE void exponentiate(float (&s_acc)[1][tiles][4], SplitSoftmax& softmax,
-                                 uint64_t& never, const Exponent& exponent) {
-  constexpr int tied = tiles * Config::overlap_quarters / 4;
-  softmax.exponentiate(s_acc, 0, tied, exponent);
-  if constexpr (tied > 0) tie(softmax, never);
-  softmax.exponentiate(s_acc, tied, tiles, exponent);
+                                 uint64_t& dependency, const Exponent& exponent) {
+  constexpr int pinned = tiles * Config::overlap_quarters / 4;
+  softmax.exponentiate(s_acc, 0, pinned, exponent);
+  if constexpr (pinned > 0) pin_before_wait(softmax, dependency);
+  softmax.exponentiate(s_acc, pinned, tiles, exponent);
 }
 
 // Forms exponents of some tiles while exponentials of the tiles before are computed. Each step uses
 // the sum of the step before, because ptxas would otherwise leave all sums to the end.
 template <Edge edge, int tiles>
 CUFLASH_DEVICE void exponentiate_capped(float (&s_acc)[1][tiles][4], SplitSoftmax& softmax,
-                                        uint64_t& never, const RowExponents (&of_row)[2],
+                                        uint64_t& dependency, const RowExponents (&of_row)[2],
                                         const SeenColumns& seen) {
   using Part = CappedExponents<tiles>;
-  constexpr int tied = tiles * Config::overlap_quarters / 4;
+  constexpr int pinned = tiles * Config::overlap_quarters / 4;
   Part parts[2];
   parts[0].form(s_acc, 0, of_row);
   float sum = 0.0f;
@@ -47,14 +47,14 @@ CUFLASH_DEVICE void exponentiate_capped(float (&s_acc)[1][tiles][4], SplitSoftma
       const bool is_seen = edge == Edge::none || seen.of_row[i / 2].contains(t, i % 2);
       return is_seen ? part.exponents[t - begin][i] : -infinity();
     });
-    if (begin < tied && tied <= end) tie(softmax, never);
+    if (begin < pinned && pinned <= end) pin_before_wait(softmax, dependency);
   });
 }
 
 // Turns raw products into weights, relative to the reference of the largest product of a row.
 template <Edge edge, int tiles>
 CUFLASH_DEVICE void capped_softmax(float (&s_acc)[1][tiles][4], SplitSoftmax& softmax,
-                                   uint64_t& never, const Score& score, int first_row,
+                                   uint64_t& dependency, const Score& score, int first_row,
                                    int first_key) {
   const LaneIndices lane(first_row, first_key);
   const SeenColumns seen(score, lane, edge, 8 * tiles);
@@ -72,7 +72,7 @@ CUFLASH_DEVICE void capped_softmax(float (&s_acc)[1][tiles][4], SplitSoftmax& so
   softmax.keep_reference();
   const RowExponents of_row[2] = {{score, lane.row, first_key, softmax.shift[0]},
                                   {score, lane.row + 8, first_key, softmax.shift[1]}};
-  exponentiate_capped<edge>(s_acc, softmax, never, of_row, seen);
+  exponentiate_capped<edge>(s_acc, softmax, dependency, of_row, seen);
   softmax.add_block();
 }
 

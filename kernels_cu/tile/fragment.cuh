@@ -52,7 +52,7 @@ CUFLASH_DEVICE int warp_index() { return threadIdx.x / 32; }
 // Does the condition hold in any lane? The result is a vote. After a branch on anything else the
 // compiler assumes that the warp has diverged, and keeps the addresses of a whole kernel's products
 // out of the uniform registers.
-CUFLASH_DEVICE bool warp_agrees(bool condition) { return __any_sync(0xffffffff, condition); }
+CUFLASH_DEVICE bool warp_any(bool condition) { return __any_sync(0xffffffff, condition); }
 
 // The row of register i of a slice, and the column of register i of a tile, for one lane.
 CUFLASH_DEVICE int fragment_row(int slice, int i, int lane = lane_index()) {

@@ -12,7 +12,7 @@ extern "C" void probe(const cuflash::ScoreParams* params, int first_row, int fir
     const DroppedPairs<1, 16> pairs(score, first_row, first_key);
     for (int t = 0; t < 16; ++t) {
       for (int i = 0; i < 4; ++i) {
-        const uint32_t mask = pairs.applied(0xffffffff, 0, t, i / 2) >> (16 * (i % 2)) & 0xffff;
+        const uint32_t mask = pairs.apply_to(0xffffffff, 0, t, i / 2) >> (16 * (i % 2)) & 0xffff;
         kept[fragment_row(0, i, lane)][fragment_column(t, i, lane)] = mask == 0xffff;
         if (mask != 0 && mask != 0xffff) std::abort();  // some bits of a weight only
       }
