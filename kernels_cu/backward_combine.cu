@@ -9,11 +9,13 @@
 namespace cuflash {
 
 constexpr int warps_of_dk = Config::head_dim / 32;
-static_assert(Config::num_warps == warps_of_dk + Config::head_dim_v / 32, "32 columns of a warp");
-static_assert(Config::block_n == 16, "a slice of a thread block");
+static_assert(Config::num_warps == warps_of_dk + Config::head_dim_v / 32,
+              "each warp sums 32 columns");
+static_assert(Config::block_n == 16, "a thread block sums one slice of 16 keys");
 
 // Returns a bit mask of the non-finite rows.
-CUFLASH_DEVICE uint32_t combine(const BackwardParams& params, const KeyTile& work, int num_keys) {
+CUFLASH_DEVICE uint32_t combine_parts(const BackwardParams& params, const KeyTile& work,
+                                      int num_keys) {
   using Columns = DqSlice<4>;
   const BatchIndex entry = work.entry(params, 0);
   const DkvParts parts(params, params.sums, work.sequence);
@@ -43,11 +45,11 @@ CUFLASH_DEVICE uint32_t combine(const BackwardParams& params, const KeyTile& wor
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
     cuflash_backward_combine(const __grid_constant__ cuflash::BackwardParams params) {
   using namespace cuflash;
-  const KeyTile work = KeyTile::of_this_block(params);
+  const KeyTile work = KeyTile::of_thread_block(params);
   const Seqlen seqlen(params.score, work.entry(params, 0));
   const int num_keys = min(max(seqlen.rows_k - work.first_key, 0), 16);
   if (num_keys == 0) return;
-  const uint32_t rows_to_recompute = combine(params, work, num_keys);
+  const uint32_t rows_to_recompute = combine_parts(params, work, num_keys);
   __syncthreads();  // several warps wrote each row, and one may overwrite it below
   for_each_bit(rows_to_recompute, [&](int row) {
     recompute_dkv(params, work.owner, work.sequence, work.first_key + row);

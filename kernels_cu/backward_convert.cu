@@ -10,7 +10,7 @@
 
 namespace cuflash {
 
-static_assert(Config::num_warps == 4 * DqAccum::parts, "a warp for each slice");
+static_assert(Config::num_warps == 4 * DqAccum::parts, "one warp per slice");
 
 // Scales and stores a warp's slice. Returns a bit mask of its non-finite rows.
 template <int tiles>

@@ -17,7 +17,7 @@ constexpr int rows_per_step = Config::num_threads / lanes_per_row;
 static_assert(chunks <= lanes_per_row, "a lane reads at most one chunk");
 constexpr int steps = Config::block_m / rows_per_step;
 constexpr int rows_at_once = steps < 2 ? steps : 2;
-static_assert(steps % rows_at_once == 0, "whole groups of rows");
+static_assert(steps % rows_at_once == 0, "block_m is a multiple of the rows read at once");
 
 // The eight columns that a lane reads of each row of a batch entry.
 template <Dtype dtype, bool once>

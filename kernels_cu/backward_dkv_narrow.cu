@@ -18,7 +18,7 @@
 namespace cuflash {
 
 constexpr int rows = Config::block_n / Config::num_threads;  // keys of a thread
-static_assert(rows * Config::num_threads == Config::block_n, "every thread has as many");
+static_assert(rows * Config::num_threads == Config::block_n, "equal rows per thread");
 
 struct SharedMemory {
   Query queries[Config::block_m];
@@ -55,9 +55,9 @@ CUFLASH_DEVICE void add_block(Row (&own)[rows], const SharedMemory& smem, const 
 }
 
 // Adds what the queries of the owner's `index`-th batch entry contribute.
-CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
-                               Row (&own)[rows]) {
-  const KeyTile work = KeyTile::of_this_block(params);
+CUFLASH_DEVICE void add_entry(const BackwardParams& params, SharedMemory& smem, int index,
+                              Row (&own)[rows]) {
+  const KeyTile work = KeyTile::of_thread_block(params);
   const BatchIndex entry = work.entry(params, index);
   const Score score(params.score, entry);
   const Range tile{work.first_key, work.first_key + Config::block_n};
@@ -111,9 +111,9 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   });
 #pragma unroll 1
   for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-    accumulate(params, smem, index, own);
+    add_entry(params, smem, index, own);
   }
-  const KeyTile work = KeyTile::of_this_block(params);
+  const KeyTile work = KeyTile::of_thread_block(params);
   const BatchIndex entry = work.entry(params, 0);
   const Seqlen seqlen(params.score, entry);
   const RowTarget dk(params.dk, params.dk_layout, entry, seqlen.first_k, params.head_dim,

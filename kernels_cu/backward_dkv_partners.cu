@@ -20,7 +20,7 @@
 
 namespace cuflash {
 
-static_assert(Config::partners == 2, "halves are exchanged");
+static_assert(Config::partners == 2, "two warps share rows and exchange halves");
 
 constexpr int row_warps = Config::num_warps / 2;
 constexpr int slices = Config::block_n / (16 * row_warps);
@@ -46,13 +46,15 @@ struct SharedMemory {
   RowStatistics rows[2][Config::block_m];
 };
 
-static_assert(!Config::grad_k || dk_columns % SharedMemory::QTile::panel_columns == 0, "panels");
-static_assert(!Config::grad_v || dv_columns % SharedMemory::DoutTile::panel_columns == 0, "panels");
+static_assert(!Config::grad_k || dk_columns % SharedMemory::QTile::panel_columns == 0,
+              "columns are whole panels");
+static_assert(!Config::grad_v || dv_columns % SharedMemory::DoutTile::panel_columns == 0,
+              "columns are whole panels");
 
 // Adds what the queries of the owner's `index`-th batch entry contribute.
-CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
-                               Gradients<slices>& acc) {
-  const Work work = Work::of_this_block(params);
+CUFLASH_DEVICE void add_entry(const BackwardParams& params, SharedMemory& smem, int index,
+                              Gradients<slices>& acc) {
+  const Work work = Work::of_thread_block(params);
   const BatchIndex entry = work.entry(params, index);
   const int first_key = work.first_key;
   const Score score(params.score, entry);
@@ -121,16 +123,16 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
     Register p_frag[slices][steps][operand_registers];
     Register ds_frag[slices][steps][operand_registers];
     to_operand(p_frag, s_acc);
-    if constexpr (Config::grad_v) smem.p[warp_index()].put(p_frag);
+    if constexpr (Config::grad_v) smem.p[warp_index()].store(p_frag);
     if constexpr (Config::grad_k) {
       to_operand(ds_frag, dp_acc);
-      smem.ds[warp_index()].put(ds_frag);
+      smem.ds[warp_index()].store(ds_frag);
     }
     __syncthreads();  // both partners have written their halves of p and ds
     if constexpr (Config::grad_v) {
       const int column = first_own_column(Config::head_dim_v);
       multiply(acc.dv, p_frag, read_sums(smem.dout[partner], column));
-      smem.p[other_warp].take(p_frag);
+      smem.p[other_warp].load(p_frag);
       multiply(acc.dv, p_frag, read_sums(smem.dout[partner ^ 1], column));
     }
     __syncthreads();  // every warp has read dout
@@ -139,7 +141,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
     if constexpr (Config::grad_k) {
       const int column = first_own_column(Config::head_dim);
       multiply(acc.dk, ds_frag, read_sums(smem.q[partner], column));
-      smem.ds[other_warp].take(ds_frag);
+      smem.ds[other_warp].load(ds_frag);
       multiply(acc.dk, ds_frag, read_sums(smem.q[partner ^ 1], column));
     }
   }
@@ -156,12 +158,12 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   clear(acc.dk);
   clear(acc.dv);
   if constexpr (Config::shared_keys) {
-    const Work work = Work::of_this_block(params);
+    const Work work = Work::of_thread_block(params);
     load_keys(params, smem, work.entry(params, 0), work.first_key);
   }
 #pragma unroll 1
   for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-    accumulate(params, smem, index, acc);
+    add_entry(params, smem, index, acc);
   }
   store_gradients(params, warp_index() % row_warps, acc);
 }

@@ -45,14 +45,16 @@ constexpr int slices = Config::block_n / (16 * Config::num_warps);
 static_assert(slices * 16 * Config::num_warps == Config::block_n, "every warp owns whole slices");
 static_assert(Config::block_m <= Config::num_threads, "a thread copies the statistics of one row");
 
-static_assert(!Config::grad_k || dk_columns % QTile::panel_columns == 0, "panels");
-static_assert(!Config::grad_v || dv_columns % DoutTile::panel_columns == 0, "panels");
+static_assert(!Config::grad_k || dk_columns % QTile::panel_columns == 0,
+              "columns are whole panels");
+static_assert(!Config::grad_v || dv_columns % DoutTile::panel_columns == 0,
+              "columns are whole panels");
 
 // Adds what the queries of the owner's `index`-th batch entry contribute. `stage` alternates from
 // one block of queries to the next.
-CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
-                               int& stage, Gradients<slices>& acc) {
-  const Work work = Work::of_this_block(params);
+CUFLASH_DEVICE void add_entry(const BackwardParams& params, SharedMemory& smem, int index,
+                              int& stage, Gradients<slices>& acc) {
+  const Work work = Work::of_thread_block(params);
   const BatchIndex entry = work.entry(params, index);
   const int first_key = work.first_key;
   const Score score(params.score, entry);
@@ -85,7 +87,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
     load_statistics(smem.rows[to_stage], statistics, m_block * Config::block_m, rows);
     ptx::cp_async_commit();
   };
-  const auto await = [&](auto&... tiles) {
+  const auto wait_for_tiles = [&](auto&... tiles) {
     ptx::cp_async_wait<0>();
     (split(tiles), ...);
     __syncthreads();  // the tiles are complete, and every warp has read what the next copy replaces
@@ -111,19 +113,19 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
                                          read_columns(dout_tile));
     };
     if constexpr (stages == 2) {
-      await(q_tile, dout_tile);
+      wait_for_tiles(q_tile, dout_tile);
     } else if constexpr (Config::grad_k) {
-      await(dout_tile);
+      wait_for_tiles(dout_tile);
       load_q(m_block, 0);
       ptx::cp_async_commit();
       multiply_dp();
-      await(q_tile);
+      wait_for_tiles(q_tile);
     } else {
-      await(q_tile);
+      wait_for_tiles(q_tile);
       load_dout(m_block, 0);
       ptx::cp_async_commit();
       multiply_s();
-      await(dout_tile);
+      wait_for_tiles(dout_tile);
     }
     if (next < blocks.end) load_ahead(next, stage ^ 1);
     if constexpr (stages == 2 || Config::grad_k) multiply_s();
@@ -158,13 +160,13 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   clear(acc.dk);
   clear(acc.dv);
   if constexpr (Config::shared_keys) {
-    const Work work = Work::of_this_block(params);
+    const Work work = Work::of_thread_block(params);
     load_keys(params, smem, work.entry(params, 0), work.first_key);
   }
   int stage = 0;
 #pragma unroll 1
   for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-    accumulate(params, smem, index, stage, acc);
+    add_entry(params, smem, index, stage, acc);
   }
   store_gradients(params, warp_index(), acc);
 }

@@ -56,7 +56,7 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
         ptx::pin(flat(s_acc));
       }
 #pragma unroll 1
-      for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
+      for (int block = walk.first(); walk.in_range(block); block = walk.next(block)) {
         const int first_row = block * Config::block_m;
         const bool masked = walk.masked(block);
         if constexpr (ahead) {
@@ -82,7 +82,7 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
     const KeptBits<1, tiles> kept = kept_pairs(score, first_row, first_key);
     ptx::wgmma_wait<Config::grad_k && is_plain>();
     ptx::pin(flat(s_acc));
-    release_block_before();
+    release_previous_block();
     if constexpr (is_plain) {
       float2 lse[tiles];
       read(lse, smem.lse);
@@ -123,7 +123,7 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
     compute_p(p, s_acc, lse, score, first_row, first_key);
     hide_pairs(p, score, first_row, first_key, masked);
     ptx::wgmma_wait<1>();  // dk of the previous block has read frag
-    release_block_before();
+    release_previous_block();
     to_operand(frag, p);
     start_dv();
     start_scores(s_acc, Ring<Config::num_stages>{ring.uses + !is_last});

@@ -52,10 +52,12 @@ struct alignas(1024) SharedMemory : TilesOfDk<Config::grad_k>, TilesOfDv<Config:
 };
 static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
               "BackwardKVTf32Sm90Config.smem_bytes counts this struct");
-static_assert(Config::block_n == 64 * consumers, "a consumer has 64 keys");
+static_assert(Config::block_n == 64 * consumers, "each consumer warpgroup computes 64 keys");
 static_assert(Config::block_m <= 128, "a thread of the producer copies the statistics of one row");
-static_assert(Config::shared_keys, "k and v are loaded once");
-static_assert(!Score::may_hide_rows || Config::block_m == 32, "a bit for each row of a block");
+static_assert(Config::shared_keys,
+              "all batch entries of an owner share k and v, which are loaded once");
+static_assert(!Score::may_hide_rows || Config::block_m == 32,
+              "a 32-bit mask has one bit per row of a block");
 
 // Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
 constexpr int producer_registers = 136, consumer_registers = 184;
@@ -79,8 +81,8 @@ CUFLASH_DEVICE uint32_t hidden_rows(const RowStatistics* statistics, int first_r
 }
 
 template <typename Shared>
-CUFLASH_DEVICE void produce(const BackwardParams& params, Shared& smem, int index,
-                            Ring<Config::num_stages>& ring) {
+CUFLASH_DEVICE void produce_entry(const BackwardParams& params, Shared& smem, int index,
+                                  Ring<Config::num_stages>& ring) {
   const TileWalk tile(params, index);
   VisitedBlocks<Walk::queries> visited(tile.score, tile.blocks, tile.keys);
   const int first_q = tile.score.seqlen.first_q;
@@ -123,8 +125,8 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, Shared& smem, int inde
 
 // Adds to dk and dv of a warpgroup's 64 keys, over the queries of a batch entry that see the tile.
 template <typename Shared>
-CUFLASH_DEVICE void accumulate(const BackwardParams& params, Shared& smem, int warp, int index,
-                               Ring<Config::num_stages>& ring, Gradients<1>& acc) {
+CUFLASH_DEVICE void add_entry(const BackwardParams& params, Shared& smem, int warp, int index,
+                              Ring<Config::num_stages>& ring, Gradients<1>& acc) {
   const TileWalk tile(params, index);
   VisitedBlocks<Walk::queries> visited(tile.score, tile.blocks, tile.keys);
   const int first_key = tile.work.first_key + 16 * warp;
@@ -177,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     smem.summed_q_ring.init();
     smem.summed_dout_ring.init();
   }
-  const Work work = Work::of_this_block(params);
+  const Work work = Work::of_thread_block(params);
   load_keys(params, smem, work.entry(params, 0), work.first_key);
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
@@ -188,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     ptx::setmaxnreg_dec<producer_registers>();
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-      produce(params, smem, index, ring);
+      produce_entry(params, smem, index, ring);
     }
   } else {
     ptx::setmaxnreg_inc<consumer_registers>();
@@ -197,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     clear(acc.dv);
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-      accumulate(params, smem, warp - 4, index, ring, acc);
+      add_entry(params, smem, warp - 4, index, ring, acc);
     }
     store_gradients(params, warp - 4, acc);
   }

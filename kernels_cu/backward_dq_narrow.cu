@@ -17,7 +17,7 @@
 namespace cuflash {
 
 constexpr int rows = Config::block_m / Config::num_threads;  // rows of a thread
-static_assert(rows * Config::num_threads == Config::block_m, "every thread has as many");
+static_assert(rows * Config::num_threads == Config::block_m, "equal rows per thread");
 
 struct SharedMemory {
   Key keys[Config::block_n];
@@ -49,9 +49,9 @@ CUFLASH_DEVICE void add_block(Row (&own)[rows], const SharedMemory& smem, const 
 }
 
 // Adds what the keys of the owner's `index`-th batch entry contribute.
-CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
-                               Row (&own)[rows]) {
-  const RowTile work = RowTile::of_this_block(params);
+CUFLASH_DEVICE void add_entry(const BackwardParams& params, SharedMemory& smem, int index,
+                              Row (&own)[rows]) {
+  const RowTile work = RowTile::of_thread_block(params);
   const BatchIndex entry = work.entry(params, index);
   const Score score(params.score, entry);
   const Range tile{work.first_row, work.first_row + Config::block_m};
@@ -98,9 +98,9 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   unrolled<rows>([&](int r) { own[r].dq.clear(); });
 #pragma unroll 1
   for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-    accumulate(params, smem, index, own);
+    add_entry(params, smem, index, own);
   }
-  const RowTile work = RowTile::of_this_block(params);
+  const RowTile work = RowTile::of_thread_block(params);
   const BatchIndex entry = work.entry(params, 0);
   const Seqlen seqlen(params.score, entry);
   const RowTarget dq(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim,

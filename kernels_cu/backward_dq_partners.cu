@@ -19,7 +19,7 @@
 
 namespace cuflash {
 
-static_assert(Config::partners == 2, "halves are exchanged");
+static_assert(Config::partners == 2, "two warps share rows and exchange halves");
 
 constexpr int row_warps = Config::num_warps / 2;
 constexpr int slices = Config::block_m / (16 * row_warps);
@@ -43,12 +43,12 @@ struct SharedMemory {
 };
 
 constexpr int own_columns = Config::head_dim / own_parts;
-static_assert(own_columns % SharedMemory::KTile::panel_columns == 0, "parts are whole panels");
+static_assert(own_columns % SharedMemory::KTile::panel_columns == 0, "columns are whole panels");
 
 // Adds what the keys of the owner's `index`-th batch entry contribute.
-CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
-                               Real (&dq_acc)[slices][own_columns / 8][4]) {
-  const Work work = Work::of_this_block(params);
+CUFLASH_DEVICE void add_entry(const BackwardParams& params, SharedMemory& smem, int index,
+                              Real (&dq_acc)[slices][own_columns / 8][4]) {
+  const Work work = Work::of_thread_block(params);
   const BatchIndex entry = work.entry(params, index);
   const int first_row = work.first_row;
   const Score score(params.score, entry);
@@ -110,11 +110,11 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
     }
     Register ds_frag[slices][steps][operand_registers];
     to_operand(ds_frag, s_acc);
-    smem.ds[warp_index()].put(ds_frag);
+    smem.ds[warp_index()].store(ds_frag);
     const int column = first_own_column(Config::head_dim);
     multiply(dq_acc, ds_frag, read_sums(smem.k[partner], column));
     __syncthreads();  // the partner has written its half of ds
-    smem.ds[other_warp].take(ds_frag);
+    smem.ds[other_warp].load(ds_frag);
     multiply(dq_acc, ds_frag, read_sums(smem.k[partner ^ 1], column));
   }
 }
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   clear(dq_acc);
 #pragma unroll 1
   for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-    accumulate(params, smem, index, dq_acc);
+    add_entry(params, smem, index, dq_acc);
   }
   store_rows(params, warp_index() % row_warps, dq_acc);
 }

@@ -38,9 +38,9 @@ static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp ow
 // Adds what the keys of the owner's `index`-th batch entry contribute. `stage` alternates from one
 // block of keys to the next.
 template <int dq_tiles>
-CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
-                               int& stage, Real (&dq_acc)[slices][dq_tiles][4]) {
-  const Work work = Work::of_this_block(params);
+CUFLASH_DEVICE void add_entry(const BackwardParams& params, SharedMemory& smem, int index,
+                              int& stage, Real (&dq_acc)[slices][dq_tiles][4]) {
+  const Work work = Work::of_thread_block(params);
   const BatchIndex entry = work.entry(params, index);
   const int first_row = work.first_row;
   const Score score(params.score, entry);
@@ -80,7 +80,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
     next = visited.next_after(n_block);
     ptx::cp_async_wait<0>();
     split(smem.v[stage]);
-    __syncthreads();  // this stage, or v, is there; every warp is done with the other, or k
+    __syncthreads();  // this stage, or v, has arrived, and every warp has read the other, or k
     if constexpr (stages == 1) {
       load_k(n_block, 0);
       ptx::cp_async_commit();
@@ -129,13 +129,13 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   using namespace cuflash;
   SharedMemory& smem = shared_memory<SharedMemory>();
   constexpr int own_columns = Config::head_dim / Config::split_columns;
-  static_assert(own_columns % SharedMemory::KTile::panel_columns == 0, "parts are whole panels");
+  static_assert(own_columns % SharedMemory::KTile::panel_columns == 0, "columns are whole panels");
   Real dq_acc[slices][own_columns / 8][4];
   clear(dq_acc);
   int stage = 0;
 #pragma unroll 1
   for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-    accumulate(params, smem, index, stage, dq_acc);
+    add_entry(params, smem, index, stage, dq_acc);
   }
   store_rows(params, warp_index(), dq_acc);
 }

@@ -26,7 +26,7 @@
 namespace cuflash {
 
 constexpr int consumers = Config::block_m / 64;  // warpgroups, of 64 rows each
-static_assert(Config::block_m % 64 == 0, "whole warpgroups");
+static_assert(Config::block_m % 64 == 0, "each warpgroup computes 64 rows");
 
 struct SharedMemory {
   using QTile = PanelTile<Config::block_m, Config::head_dim>;
@@ -63,7 +63,7 @@ struct Producer {
   Ring<1> raw_ring;
 
   CUFLASH_DEVICE void run() {
-    const Work work = Work::of_this_block(params);
+    const Work work = Work::of_thread_block(params);
     const BatchIndex entry{params.batch, work.owner, work.sequence};
     const Score score(params.score, entry);
     if (lane_index() == 0) load_rows(entry, score.seqlen.first_q + work.first_row);
@@ -142,7 +142,7 @@ struct Consumer {
   uint32_t frag[1][tiles / 2][4];
 
   CUFLASH_DEVICE void run() {
-    const Work work = Work::of_this_block(params);
+    const Work work = Work::of_thread_block(params);
     const BatchIndex entry{params.batch, work.owner, work.sequence};
     const Score score(params.score, entry);
     const Range tile{work.first_row, work.first_row + Config::block_m};
@@ -198,7 +198,7 @@ struct Consumer {
         dp_acc, smem.dout.k_major(64 * warpgroup), smem.v[ring.stage()].k_major());
   }
 
-  CUFLASH_DEVICE void release_block_before() {
+  CUFLASH_DEVICE void release_previous_block() {
     const Ring<Config::num_stages> before{ring.uses - 1};
     arrive_if(smem.empty[before.stage()], leads_warpgroup() && ring.uses > 0);
   }
@@ -222,7 +222,7 @@ struct Consumer {
     start_dp(dp_acc);
     ptx::wgmma_wait<Score::is_product>();
     ptx::pin(flat(s_acc));
-    release_block_before();
+    release_previous_block();
     if constexpr (Score::is_product) {
       compute_p(s_acc, s_acc, score, first_row, first_key);
       hide_pairs(s_acc, score, first_row, first_key, masked);
@@ -251,7 +251,7 @@ struct Consumer {
     start_scores(s_acc, Ring<Config::num_stages>{ring.uses + !is_last});
     ptx::wgmma_wait<1>();
     ptx::pin(flat(dp_acc));
-    release_block_before();
+    release_previous_block();
     drop(dp_acc, score, first_row, first_key);
     start_dq(p, dp_acc);
     ptx::wgmma_wait<1>();

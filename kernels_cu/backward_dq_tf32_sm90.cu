@@ -32,14 +32,14 @@ struct alignas(1024) SharedMemory {
   TransposedK summed_k[Config::num_stages][operand_parts];
   TileBarriers k_ring, v_ring, summed_k_ring;
 };
-static_assert(Config::block_m == 64 * consumers, "a consumer has 64 rows");
+static_assert(Config::block_m == 64 * consumers, "each consumer warpgroup computes 64 rows");
 
 // Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
 constexpr int producer_registers = 136, consumer_registers = 184;
 
 // Called by all threads. The rows of the tile are visible to all after the next barrier.
 CUFLASH_DEVICE void load_rows(const BackwardParams& params, SharedMemory& smem) {
-  const Work work = Work::of_this_block(params);
+  const Work work = Work::of_thread_block(params);
   const BatchIndex entry = work.entry(params, 0);
   const Score score(params.score, entry);
   const int first_q = score.seqlen.first_q;
@@ -51,7 +51,7 @@ CUFLASH_DEVICE void load_rows(const BackwardParams& params, SharedMemory& smem) 
   ptx::cp_async_wait<0>();
 }
 
-CUFLASH_DEVICE void produce(const BackwardParams& params, SharedMemory& smem) {
+CUFLASH_DEVICE void produce_blocks(const BackwardParams& params, SharedMemory& smem) {
   const TileWalk tile(params);
   VisitedBlocks<Walk::keys> visited(tile.score, tile.blocks, tile.rows);
   const int first_k = tile.score.seqlen.first_k;
@@ -80,7 +80,7 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, SharedMemory& smem) {
 
 // Adds to dq of a warpgroup's 64 rows, over the keys that the tile's rows see.
 template <int dq_tiles>
-CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int warp,
+CUFLASH_DEVICE void add_blocks(const BackwardParams& params, SharedMemory& smem, int warp,
                                float (&dq_acc)[1][dq_tiles][4]) {
   const TileWalk tile(params);
   VisitedBlocks<Walk::keys> visited(tile.score, tile.blocks, tile.rows);
@@ -129,12 +129,12 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   if (warp < 4) {
     ptx::setmaxnreg_dec<producer_registers>();
-    produce(params, smem);
+    produce_blocks(params, smem);
   } else {
     ptx::setmaxnreg_inc<consumer_registers>();
     float dq_acc[1][Config::head_dim / 8][4];
     clear(dq_acc);
-    accumulate(params, smem, warp - 4, dq_acc);
+    add_blocks(params, smem, warp - 4, dq_acc);
     store_rows(params, warp - 4, dq_acc);
   }
 }

@@ -17,9 +17,9 @@
 namespace cuflash {
 
 // Adds the blocks of the owner's `index`-th batch entry to the tile.
-CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
-                               int sequence, Real (&acc)[slices][tiles][4], bool& any_far) {
-  const Work work = Work::of_this_block(params);
+CUFLASH_DEVICE void add_entry(const BackwardParams& params, SharedMemory& smem, int index,
+                              int sequence, Real (&acc)[slices][tiles][4], bool& any_far) {
+  const Work work = Work::of_thread_block(params);
   const BatchIndex entry = work.entry(params, index, sequence);
   const Score score(params.score, entry);
   const int first_row = work.m_block * Config::block_m, first_key = work.n_block * Config::block_n;
@@ -46,7 +46,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
 __device__ __noinline__ void add_far_rows(const BackwardParams& params, int index, int sequence,
                                           Real* sums) {
   constexpr bool of_keys = Config::sums_to == SumsTo::keys;
-  const Work work = Work::of_this_block(params);
+  const Work work = Work::of_thread_block(params);
   const BatchIndex entry = work.entry(params, index, sequence);
   const Score score(params.score, entry);
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
@@ -167,7 +167,7 @@ CUFLASH_DEVICE void store_keys(const BackwardParams& params, SharedMemory& smem,
 
 static_assert(Config::num_stages == 1 ||
                   (Config::sums_to == SumsTo::pairs && !packed && !Score::has_segments),
-              "two stages are of one block of each entry, for all who see it");
+              "two stages hold the same block of two successive entries");
 
 }  // namespace cuflash
 
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
     cuflash_backward_dscore_sm80(const __grid_constant__ cuflash::BackwardParams params) {
   using namespace cuflash;
   SharedMemory& smem = shared_memory<SharedMemory>();
-  const Work work = Work::of_this_block(params);
+  const Work work = Work::of_thread_block(params);
   Real acc[slices][tiles][4];
   clear(acc);
   bool any_far = false;
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
     for (int sequence = work.sequences.begin; sequence < work.sequences.end; ++sequence) {
 #pragma unroll 1
       for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-        accumulate(params, smem, index, sequence, acc, any_far);
+        add_entry(params, smem, index, sequence, acc, any_far);
       }
     }
   }

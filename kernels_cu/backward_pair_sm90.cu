@@ -30,8 +30,8 @@
 //   ds_empty     3                  all products with ds of our keys are done: stage the next
 //   dq.full      4 (warps)          the sums of a block are staged: a writer may add them
 //   dq.empty     1                  the writer has read them: stage the next
-//   dq.come      1                  registers add (nothing is staged): it is this tile's turn
-//   dq.taken     4 (warps)          the tile has added: pass the turn on
+//   dq.may_add   1                  registers add (nothing is staged): it is this tile's turn
+//   dq.added     4 (warps)          the tile has added: pass the turn on
 #include "ptx/stmatrix.cuh"
 #include "sm90/pair_producer.cuh"
 #include "sm90/pair_writer.cuh"
@@ -54,14 +54,14 @@ CUFLASH_DEVICE uint32_t store_keys(const BackwardParams& params, const Work& wor
 }
 
 // The partial sums of this warp's keys, which backward_combine.cu adds up.
-CUFLASH_DEVICE DkvSlice* part_of_keys(const BackwardParams& params, const Work& work) {
+CUFLASH_DEVICE DkvSlice* partial_sums_of(const BackwardParams& params, const Work& work) {
   return own_slice(params, work.keys, work.keys.first_key + 16 * (warp_index() % 4));
 }
 
 constexpr int dk_stored = 1;  // a named barrier
 
 // The warpgroup that computes scores, ds and dv.
-struct ScoreOwner : DkvWarpgroup<64> {
+struct ScoreWarpgroup : DkvWarpgroup<64> {
   CUFLASH_DEVICE void run(const Work& work) {
     clear(dv_acc);
     wait_for_keys();
@@ -91,7 +91,7 @@ struct ScoreOwner : DkvWarpgroup<64> {
     if (dp_beside_p) start_dp(dp_acc);
     ptx::wgmma_wait<dp_beside_p ? 1 : 0>();
     ptx::pin(flat(s_acc));
-    release_block_before_in_both();
+    release_previous_block_in_both();
     float2 lse[tiles];
     read(lse, smem.lse);
     compute_p(s_acc, s_acc, lse, score, first_row, first_key);
@@ -109,7 +109,7 @@ struct ScoreOwner : DkvWarpgroup<64> {
     ring.advance();
   }
 
-  CUFLASH_DEVICE void release_block_before_in_both() {
+  CUFLASH_DEVICE void release_previous_block_in_both() {
     uint64_t& empty = smem.empty[Ring<Config::num_stages>{ring.uses - 1}.stage()];
     arrive_as_readers(empty, ring.uses > 0);
     arrive_at_other_if(empty, leads_warpgroup() && ring.uses > 0);
@@ -142,7 +142,7 @@ struct ScoreOwner : DkvWarpgroup<64> {
 
   CUFLASH_DEVICE void store(const Work& work) const {
     if constexpr (Config::split_queries) {
-      DkvSlice* slice = part_of_keys(params, work);
+      DkvSlice* slice = partial_sums_of(params, work);
       if (slice != nullptr) slice->dv.write(dv_acc[0], lane_index());
       return;
     }
@@ -158,7 +158,7 @@ struct ScoreOwner : DkvWarpgroup<64> {
 };
 
 // The warpgroup that computes dk.
-struct KeyGradient {
+struct DkWarpgroup {
   static constexpr int tiles = Config::head_dim / 8;
 
   const BackwardSm90Params& params;
@@ -198,7 +198,7 @@ struct KeyGradient {
 
   CUFLASH_DEVICE void store(const Work& work) const {
     if constexpr (Config::split_queries) {
-      DkvSlice* slice = part_of_keys(params, work);
+      DkvSlice* slice = partial_sums_of(params, work);
       if (slice != nullptr) slice->dk.write(dk_acc[0], lane_index());
       return;
     }
@@ -210,7 +210,7 @@ struct KeyGradient {
 };
 
 // The warpgroup that multiplies dq and passes it on.
-struct QueryGradient {
+struct DqWarpgroup {
   // In nanoseconds. One SM adds twice as fast as the L2 cache takes additions from all SMs, and
   // loads wait behind them. In order, a pause also delays the tiles that wait for their turn:
   // docs/backward-sm90.md. (D24)
@@ -233,7 +233,7 @@ struct QueryGradient {
         params, work,
         [&](const Score& score, int index, int block, bool) {
           multiply();
-          pass_on(smem.dq, {params, work, score, index, block});
+          stage_or_add(smem.dq, {params, work, score, index, block});
           ring.advance();
         },
         [] {});
@@ -272,7 +272,7 @@ struct QueryGradient {
   }
 
   // Stages our columns of dq for a writer.
-  CUFLASH_DEVICE void pass_on(StagedDq& dq, const Addition&) const {
+  CUFLASH_DEVICE void stage_or_add(StagedDq& dq, const Addition&) const {
     const Ring<writers> writer{ring.uses}, before{ring.uses - 1};
     wait(dq.empty[before.stage()], before.full_parity());
     const int slice = warp_index() % 4;
@@ -286,8 +286,8 @@ struct QueryGradient {
   }
 
   // Adds our columns of dq to the sums from registers.
-  CUFLASH_DEVICE void pass_on(TurnToAdd& dq, const Addition& own) const {
-    wait(dq.come, ring.full_parity());
+  CUFLASH_DEVICE void stage_or_add(RegisterAddition& dq, const Addition& own) const {
+    wait(dq.may_add, ring.full_parity());
     const int slice = warp_index() % 4;
     if (warp_any(slice < own.slices())) {
 #pragma unroll
@@ -300,7 +300,7 @@ struct QueryGradient {
         }
       }
     }
-    arrive_as_warp(dq.taken);
+    arrive_as_warp(dq.added);
   }
 };
 
@@ -323,20 +323,20 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
   const Work work = Work::at(params, tile);
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   // Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
-  constexpr int first_registers = stages_dq ? 32 : 24, query_registers = 128 - first_registers;
+  constexpr int producer_registers = stages_dq ? 32 : 24, dq_registers = 128 - producer_registers;
   if (warp < 4) {
-    ptx::setmaxnreg_dec<first_registers>();
+    ptx::setmaxnreg_dec<producer_registers>();
     if (warp == 0) Producer{params, smem}.run(work);
-    if (warp != 0 && lane_index() == 0) wait_for_turns(params, work, warp, smem.dq);
+    if (warp != 0 && lane_index() == 0) run_dq_warps(params, work, warp, smem.dq);
   } else if (warp < 8) {
     ptx::setmaxnreg_inc<224>();
-    ScoreOwner{params, smem, 0}.run(work);
+    ScoreWarpgroup{params, smem, 0}.run(work);
   } else if (warp < 12) {
     ptx::setmaxnreg_inc<160>();
-    KeyGradient{params, smem}.run(work);
+    DkWarpgroup{params, smem}.run(work);
   } else {
-    ptx::setmaxnreg_dec<query_registers>();
-    QueryGradient{params, smem}.run(work);
+    ptx::setmaxnreg_dec<dq_registers>();
+    DqWarpgroup{params, smem}.run(work);
   }
   ptx::cluster_sync();  // neither thread block ends while the other accesses its shared memory
 }

@@ -52,7 +52,7 @@ constexpr int tile_readers = 4 * consumers + 4 + looks_up;  // warps
 // One addition of a tile to the sums of one block of queries.
 struct Addition {
   DqAccum sums;
-  DqSemaphore turns;
+  DqSemaphore semaphore;
   int block;
   int turn;  // negative: the writer may end
 };
@@ -72,8 +72,9 @@ struct SharedMemory : DkvSharedMemory {
   int first_block[2];  // first block of queries of the tile's part
 };
 
-static_assert(consumers == 2, "two warpgroups that take turns");
-static_assert(!loads_mask || Score::hides_after_exponentials, "it hides probabilities");
+static_assert(consumers == 2, "two consumer warpgroups ping-pong");
+static_assert(!loads_mask || Score::hides_after_exponentials,
+              "the mask in shared memory zeroes probabilities");
 
 // Called by one thread, before any other thread uses an mbarrier.
 CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
@@ -151,7 +152,7 @@ struct Writer {
 
  private:
   CUFLASH_DEVICE void write(const Addition& own, uint32_t parity) const {
-    add_in_turn(own.turns, own.block, own.turn, smem.dq_empty[writer], [&] {
+    add_in_turn(own.semaphore, own.block, own.turn, smem.dq_empty[writer], [&] {
 #pragma unroll 1
       for (int part = 0; part < DqAccum::parts; ++part) {
         wait(smem.dq_full[writer][part], parity);
@@ -164,7 +165,7 @@ struct Writer {
 };
 
 // ---------------------------------------------------------------------------- the warpgroup of dq
-struct Multiplier {
+struct DqWarpgroup {
   const BackwardSm90Params& params;
   SharedMemory& smem;
   Ring<2> ring;
@@ -195,14 +196,14 @@ struct Multiplier {
       const Score score(params.score, entry);
       const Range keys{work.first_key, work.first_key + Config::block_n};
       const int tile = keys.begin / Config::block_n, sum = tile % params.dq_sums;
-      const DqSemaphore turns(params, work, index, sum);
+      const DqSemaphore semaphore(params, work, index, sum);
       const DqAccum sums(params, entry, sum);
-      const BlockRanges blocks = work.own(score.q_blocks(keys.begin, keys.end), params);
+      const BlockRanges blocks = work.own_blocks(score.q_blocks(keys.begin, keys.end), params);
       LastRowsFirst walk(score, blocks, keys);
 #pragma unroll 1
-      for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
+      for (int block = walk.first(); walk.in_range(block); block = walk.next(block)) {
         const int turn = tiles_before(score, block, tile, sum, params.dq_sums);
-        multiply_block({sums, turns, block, turn});
+        multiply_block({sums, semaphore, block, turn});
         if constexpr (Config::grad_bias) {
           gradient(work, index).store(smem.ds[ring.stage()], block, work.first_key);
           arrive_as_readers(smem.ds_empty[ring.stage()], true);
@@ -222,7 +223,7 @@ struct Multiplier {
     wait(smem.ds_full[ring.stage()], ring.full_parity());
     multiply_part<0>(addition);
     multiply_part<1>(addition);
-    static_assert(DqAccum::parts == 2, "all parts");
+    static_assert(DqAccum::parts == 2, "both parts are multiplied above");
   }
 
   template <int part>
@@ -310,7 +311,7 @@ struct Consumer : DkvWarpgroup<64> {
       }
       LastRowsFirst walk(score, blocks, tile);
 #pragma unroll 1
-      for (int block = walk.first(); walk.is_left(block) && tiles.has(block);
+      for (int block = walk.first(); walk.in_range(block) && tiles.has_block(block);
            block = walk.next(block)) {
         const int first_row = block * Config::block_m;
         add_block(score, first_row, work.first_key, walk.masked(block));
@@ -323,11 +324,11 @@ struct Consumer : DkvWarpgroup<64> {
   }
 
   // A reader of mask or bias values in shared memory, or of a bias in global memory.
-  CUFLASH_DEVICE KeyLookUpReader look_up_at(KeyLookUps& look_ups, const Score&, int, int, int) {
+  CUFLASH_DEVICE KeyLookUpReader look_up_reader(KeyLookUps& look_ups, const Score&, int, int, int) {
     return {look_ups, look_up_ring};
   }
-  CUFLASH_DEVICE GlobalBias look_up_at(NoLookUps&, const Score& score, int first_row, int first_key,
-                                       int first) const {
+  CUFLASH_DEVICE GlobalBias look_up_reader(NoLookUps&, const Score& score, int first_row,
+                                           int first_key, int first) const {
     return {score, {first_row + first, first_key}};
   }
 
@@ -345,8 +346,8 @@ struct Consumer : DkvWarpgroup<64> {
       ptx::wgmma_wait<0>();
       ptx::pin(flat(s_acc));  // dk of the previous part has also read frag
       const KeptBits<1, tiles> kept = kept_pairs(score, first_row + first, first_key);
-      if (part == 0) release_block_before();
-      auto look_up = look_up_at(shared().look_ups, score, first_row, first_key, first);
+      if (part == 0) release_previous_block();
+      auto look_up = look_up_reader(shared().look_ups, score, first_row, first_key, first);
       if constexpr (Score::hides_after_exponentials) {
         if constexpr (loads_bias) {
           compute_biased_p(s_acc, score, look_up, first_row, first_key, first);
@@ -425,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();  // all mbarriers are initialised
   // Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
-  constexpr int producer_registers = 32, consumer_registers = 208, multiplier_registers = 64;
+  constexpr int producer_registers = 32, consumer_registers = 208, dq_registers = 64;
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   if (warp < 4) {
     ptx::setmaxnreg_dec<producer_registers>();
@@ -436,7 +437,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     ptx::setmaxnreg_inc<consumer_registers>();
     Consumer{{params, smem, warp / 4 - 1}}.run();
   } else {
-    ptx::setmaxnreg_dec<multiplier_registers>();
-    Multiplier{params, smem}.run();
+    ptx::setmaxnreg_dec<dq_registers>();
+    DqWarpgroup{params, smem}.run();
   }
 }

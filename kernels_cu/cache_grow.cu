@@ -23,7 +23,7 @@ constexpr int reads_at_once = 8;  // page numbers that one thread loads at once
 CUFLASH_DEVICE bool bit_of(const uint32_t* bits, int i) { return bits[i / 32] >> i % 32 & 1; }
 
 // Exclusive prefix sum of `value` over the threads, plus `total`. `total` grows by the whole sum.
-CUFLASH_DEVICE int sum_before(int value, int32_t (&sums)[32], int& total) {
+CUFLASH_DEVICE int exclusive_prefix_sum(int value, int32_t (&sums)[32], int& total) {
   const int lane = ptx::thread_index() % 32, warp = ptx::thread_index() / 32;
   int sum = value;
 #pragma unroll
@@ -98,7 +98,7 @@ struct Growth {
   }
 };
 
-CUFLASH_DEVICE void grow(const CacheGrowParams& params, SharedMemory& smem) {
+CUFLASH_DEVICE void grow_sequences(const CacheGrowParams& params, SharedMemory& smem) {
   const int thread = ptx::thread_index();
   const int words = (params.num_pages + 31) / 32;
   for (int i = thread; i < words; i += Config::num_threads) smem.named[i] = smem.shared[i] = 0;
@@ -110,7 +110,7 @@ CUFLASH_DEVICE void grow(const CacheGrowParams& params, SharedMemory& smem) {
   for (int first = 0; first < params.num_sequences; first += Config::num_threads) {
     const int s = first + thread;
     const int own = s < params.num_sequences ? Growth(params, smem, s).needed : 0;
-    const int rank = sum_before(own, smem.sums, needed);
+    const int rank = exclusive_prefix_sum(own, smem.sums, needed);
     if (s < params.num_sequences) params.sources[s] = rank;
   }
 
@@ -119,7 +119,7 @@ CUFLASH_DEVICE void grow(const CacheGrowParams& params, SharedMemory& smem) {
     const int word = first + thread;
     uint32_t bits = word < words ? ~smem.named[word] : 0;
     if (word == words - 1 && params.num_pages % 32 != 0) bits &= (1u << params.num_pages % 32) - 1;
-    int rank = sum_before(__popc(bits), smem.sums, free);
+    int rank = exclusive_prefix_sum(__popc(bits), smem.sums, free);
     for (; bits != 0 && rank < needed; ++rank, bits &= bits - 1) {
       params.taken[rank] = 32 * word + __ffs(bits) - 1;
     }
@@ -152,5 +152,5 @@ CUFLASH_DEVICE void grow(const CacheGrowParams& params, SharedMemory& smem) {
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
     cuflash_cache_grow(const __grid_constant__ cuflash::CacheGrowParams params) {
   using namespace cuflash;
-  grow(params, shared_memory<SharedMemory>());
+  grow_sequences(params, shared_memory<SharedMemory>());
 }

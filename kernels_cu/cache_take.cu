@@ -4,7 +4,7 @@
 
 namespace cuflash {
 
-CUFLASH_DEVICE void take(const CacheTakeParams& params) {
+CUFLASH_DEVICE void copy_states(const CacheTakeParams& params) {
   const int64_t i =
       static_cast<int64_t>(ptx::block_index()) * Config::num_threads + ptx::thread_index();
   const int s = static_cast<int>(i / params.num_columns), c = i % params.num_columns;
@@ -22,5 +22,5 @@ CUFLASH_DEVICE void take(const CacheTakeParams& params) {
 
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
     cuflash_cache_take(const __grid_constant__ cuflash::CacheTakeParams params) {
-  cuflash::take(params);
+  cuflash::copy_states(params);
 }

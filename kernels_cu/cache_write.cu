@@ -26,7 +26,7 @@ CUFLASH_DEVICE void copy_row(Element* to, const Element* from, int width, int64_
   for (int i = ptx::thread_index() % 32; i < width; i += 32) to[i] = from[i * from_stride];
 }
 
-CUFLASH_DEVICE void write(const CacheWriteParams& params) {
+CUFLASH_DEVICE void write_tokens(const CacheWriteParams& params) {
   const int chunks = (params.num_tokens + tokens_of_block - 1) / tokens_of_block;
   const int chunk = ptx::block_index() % chunks, of_all = ptx::block_index() / chunks;
   const int head = of_all % params.num_heads, s = of_all / params.num_heads;
@@ -56,8 +56,8 @@ CUFLASH_DEVICE void write(const CacheWriteParams& params) {
   const int end = min((chunk + 1) * tokens_of_block, min(count, params.num_tokens));
   for (int i = chunk * tokens_of_block + warp; i < end; i += Config::num_warps) {
     const int key = start + i, page = table[key / size], slot = key % size;
-    turn_row(k_rows.row(page, head, slot), 1, k + i * of_k.row, of_k.column, params.head_dim, pairs,
-             key);
+    rotate_row(k_rows.row(page, head, slot), 1, k + i * of_k.row, of_k.column, params.head_dim,
+               pairs, key);
     copy_row(v_rows.row(page, head, slot), v + i * of_v.row, params.head_dim_v, of_v.column);
   }
 }
@@ -66,5 +66,5 @@ CUFLASH_DEVICE void write(const CacheWriteParams& params) {
 
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, cuflash::blocks_per_sm)
     cuflash_cache_write(const __grid_constant__ cuflash::CacheWriteParams params) {
-  cuflash::write(params);
+  cuflash::write_tokens(params);
 }

@@ -30,7 +30,7 @@ CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
   const Real* lse = params.lse_parts + entry * params.lse_parts_layout.batch + row * parts;
   const Real* out = params.out_parts + entry * params.out_parts_layout.batch +
                     static_cast<int64_t>(row) * parts * width;
-  if constexpr (Config::overlaps) ptx::wait_for_kernel_before();
+  if constexpr (Config::overlaps) ptx::wait_for_previous_kernel();
   const PartSums sums(lse, parts);
   const int warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;
   Real acc[lane_columns] = {};

@@ -12,14 +12,15 @@
 #include "sm90/producer.cuh"
 #include "sm90/consumer.cuh"
 #include "sm90/transposer.cuh"
-#include "sm90/unowned_rows.cuh"
+#include "sm90/rows_outside_sequences.cuh"
 
 namespace cuflash {
 
 constexpr int producer_registers = consumers == 3 ? 32 : 40;  // of each thread
 constexpr int consumer_registers = consumers == 3 ? 160 : 232;
-static_assert(is_fp8 && !stages_out, "a tile of q is half as large as one of out");
-static_assert(Score::folds_scale && !Config::dropout, "a score is a product between bounds");
+static_assert(is_fp8 && !stages_out, "out does not fit into the 8-bit q tile");
+static_assert(Score::folds_scale && !Config::dropout,
+              "scores are scaled products, without dropout");
 
 }  // namespace cuflash
 
@@ -37,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     if (warp == 0) {
       producer.run();
     } else {
-      if (is_packed && warp == 1) clear_unowned_rows(params);
+      if (is_packed && warp == 1) clear_rows_outside_sequences(params);
       transpose_values(params, smem, warp - 1);
     }
   } else {

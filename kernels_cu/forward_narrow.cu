@@ -21,8 +21,8 @@ namespace cuflash {
 
 constexpr int rows = Config::block_m / Config::num_threads;  // rows of a thread
 constexpr int run = 8;                                       // keys between two maxima
-static_assert(rows * Config::num_threads == Config::block_m, "every thread has as many");
-static_assert(Config::block_n % run == 0, "a block is whole runs");
+static_assert(rows * Config::num_threads == Config::block_m, "equal rows per thread");
+static_assert(Config::block_n % run == 0, "block_n is a multiple of the run length");
 
 struct SharedMemory {
   Key keys[Config::block_n];
@@ -162,7 +162,7 @@ CUFLASH_DEVICE bool store(const ForwardParams& params, const Work& work, const S
   const int first_q = score.seqlen.first_q;
   const bool hidden = q_idx >= score.seqlen.q || row.all.weights == 0;
   const RowEnd end = end_of_row(score, work.entry, row.all.maximum, row.all.weights);
-  const KeyPart part = KeyPart::of_this_block(params);
+  const KeyPart part = KeyPart::of_thread_block(params);
   const RowTarget out(part.out(params), params.out_layout, work.entry, first_q, params.head_dim_v,
                       Config::head_dim_v);
   const Real factor = kept_scale(params.score) * end.weight / end.sum;
@@ -190,8 +190,8 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   using namespace cuflash;
   let_combine_start();
   SharedMemory& smem = shared_memory<SharedMemory>();
-  const Work work = Work::of_this_block(params);
-  const Score score(params.score, work.entry, KeyPart::of_this_block(params).keys);
+  const Work work = Work::of_thread_block(params);
+  const Score score(params.score, work.entry, KeyPart::of_thread_block(params).keys);
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const RowSource q(params.q, params.q_layout, work.entry, first_q, params.head_dim);
   const RowSource k(params.k, params.k_layout, work.entry, first_k, params.head_dim);

@@ -40,15 +40,15 @@ template <int out_tiles>
 CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
                            ClusterRows<Config::clusters>& own_rows, WarpSoftmax<slices>& softmax,
                            Real (&o_acc)[slices][out_tiles][4]) {
-  const Work work = Work::of_this_block(params);
-  const Score score(params.score, work.entry, KeyPart::of_this_block(params).keys);
+  const Work work = Work::of_thread_block(params);
+  const Score score(params.score, work.entry, KeyPart::of_thread_block(params).keys);
   const int warp_row = warp_index() * 16 * slices;
   const Range keys = score.kv_range(work.first_row, work.first_row + Config::block_m);
   const Range rows{work.first_row, work.first_row + Config::block_m};
   const BlockRanges blocks = score.kv_blocks(rows.begin, rows.end);
   VisitedBlocks<Walk::keys> visited(score, blocks, rows);
   int n_block = visited.first_from(blocks.begin);
-  if (n_block >= blocks.end) return own_rows.find(params, work, score.seqlen);
+  if (n_block >= blocks.end) return own_rows.init(params, work, score.seqlen);
 
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const RowSource q(params.q, params.q_layout, work.entry, first_q, params.head_dim);
@@ -65,7 +65,7 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
     load_tile(smem.v[0], smem.of_v(v, 0), n_block * Config::block_n, keys);
   }
   ptx::cp_async_commit();
-  own_rows.find(params, work, score.seqlen);  // while the copies are in flight
+  own_rows.init(params, work, score.seqlen);  // while the copies are in flight
 
   int stage = 0, places = 0;
 #pragma unroll 1
@@ -80,7 +80,7 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
     ptx::cp_async_wait<0>();
     split(smem.k[stage]);
     if constexpr (Config::num_stages == 2) split(smem.v[stage]);
-    __syncthreads();  // this stage is there; every warp is done with the other
+    __syncthreads();  // this stage has arrived, and every warp has read the other
     if constexpr (Config::num_stages == 1) {
       load_tile(smem.v[0], smem.of_v(v, places), first_key, keys);
     } else if (next < blocks.end) {

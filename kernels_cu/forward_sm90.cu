@@ -22,7 +22,7 @@
 #include "sm90/producer.cuh"
 #include "sm90/look_up_loader.cuh"
 #include "sm90/consumer.cuh"
-#include "sm90/unowned_rows.cuh"
+#include "sm90/rows_outside_sequences.cuh"
 
 namespace cuflash {
 
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     ptx::setmaxnreg_dec<producer_registers>();
     if (warp == 0) producer.run();
     if (stages_out && warp == 1) send_tiles(params, smem);
-    if (is_packed && warp == 2) clear_unowned_rows(params);
+    if (is_packed && warp == 2) clear_rows_outside_sequences(params);
     if (looks_up && warp >= 2) LookUpLoader{params, warp - 2}.run(smem);
   } else {
     ptx::setmaxnreg_inc<consumer_registers>();

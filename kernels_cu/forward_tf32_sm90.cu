@@ -28,7 +28,7 @@ struct alignas(1024) SharedMemory {
   TransposedV v[Config::num_stages][operand_parts];
   TileBarriers k_ring, v_ring;
 };
-static_assert(Config::block_m == 64 * consumers, "a consumer has 64 rows");
+static_assert(Config::block_m == 64 * consumers, "each consumer warpgroup computes 64 rows");
 
 // A producer warpgroup loads `pieces_ahead` pieces of `piece_rows` rows ahead, in registers. 3xTF32
 // and scores that need registers leave room for fewer rows.
@@ -40,7 +40,7 @@ constexpr int consumer_registers = 256 - producer_registers;
 
 // Called by all threads. The queries of the tile are visible to all after the next barrier.
 CUFLASH_DEVICE void load_queries(const ForwardParams& params, SharedMemory& smem) {
-  const Work work = Work::of_this_block(params);
+  const Work work = Work::of_thread_block(params);
   const Seqlen seqlen(params.score, work.entry);
   const RowSource q(params.q, params.q_layout, work.entry, seqlen.first_q, params.head_dim);
   load_tile(smem.q[0], q, work.first_row, {0, seqlen.q});
@@ -49,7 +49,7 @@ CUFLASH_DEVICE void load_queries(const ForwardParams& params, SharedMemory& smem
   if constexpr (!uses_3xtf32) {
     __syncthreads();  // all rows have arrived
     for (int i = threadIdx.x; i < Config::block_m * Config::head_dim; i += Config::num_threads) {
-      smem.q[0].data[i] = __uint_as_float(for_tf32(smem.q[0].data[i]));
+      smem.q[0].data[i] = __uint_as_float(to_tf32_operand(smem.q[0].data[i]));
     }
     ptx::fence_async_proxy();
   }
@@ -69,9 +69,9 @@ CUFLASH_DEVICE void multiply_queries(float (&s_acc)[1][tiles][4], const Tile (&q
 
 // Loads and splits all blocks of one operand: k as rows, or v transposed.
 template <bool of_keys, int width, typename Tile>
-CUFLASH_DEVICE void produce(const ForwardParams& params,
-                            Tile (&tiles)[Config::num_stages][operand_parts],
-                            TileBarriers& barriers) {
+CUFLASH_DEVICE void produce_operand(const ForwardParams& params,
+                                    Tile (&tiles)[Config::num_stages][operand_parts],
+                                    TileBarriers& barriers) {
   const TileWalk tile(params);
   VisitedBlocks<Walk::keys> visited(tile.score, tile.blocks, tile.rows);
   const int first_k = tile.score.seqlen.first_k;
@@ -79,7 +79,7 @@ CUFLASH_DEVICE void produce(const ForwardParams& params,
       of_keys ? RowSource(params.k, params.k_layout, tile.work.entry, first_k, params.head_dim)
               : RowSource(params.v, params.v_layout, tile.work.entry, first_k, params.head_dim_v));
   constexpr int pieces = Config::block_n / piece_rows;
-  static_assert(pieces % pieces_ahead == 0, "a piece is at the same place in every block");
+  static_assert(pieces % pieces_ahead == 0, "a piece is in the same registers in every block");
   Tf32PairColumn<width, piece_rows> held[pieces_ahead];
   const auto load = [&](int block, int piece) {
     held[piece % pieces_ahead].load(source, block * Config::block_n + piece * piece_rows,
@@ -169,9 +169,9 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   if (warp < 8) {
     ptx::setmaxnreg_dec<producer_registers>();
     if (warp < 4) {
-      produce<true, Config::head_dim>(params, smem.k, smem.k_ring);
+      produce_operand<true, Config::head_dim>(params, smem.k, smem.k_ring);
     } else {
-      produce<false, Config::head_dim_v>(params, smem.v, smem.v_ring);
+      produce_operand<false, Config::head_dim_v>(params, smem.v, smem.v_ring);
     }
   } else {
     ptx::setmaxnreg_inc<consumer_registers>();
@@ -179,6 +179,6 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     float o_acc[1][Config::head_dim_v / 8][4];
     clear(o_acc);
     attend(params, smem, warp - 8, softmax, o_acc);
-    store_rows(params, warp - 8, softmax, o_acc, Work::of_this_block(params));
+    store_rows(params, warp - 8, softmax, o_acc, Work::of_thread_block(params));
   }
 }

@@ -111,7 +111,7 @@ constexpr Dtype half_dtype =
 // Two neighbouring 16-bit elements in one register, `low` at the lower address.
 template <Dtype dtype>
 CUFLASH_DEVICE uint32_t pack(float low, float high) {
-  static_assert(dtype == Dtype::float16 || dtype == Dtype::bfloat16, "16-bit formats");
+  static_assert(dtype == Dtype::float16 || dtype == Dtype::bfloat16, "float16 or bfloat16");
   if constexpr (dtype == Dtype::float16) {
     return ptx::pack_float16(low, high);
   } else {

@@ -21,7 +21,7 @@ constexpr int rows_at_once = Config::num_threads / row_lanes;
 constexpr int rows_of_part = Config::block_m;
 constexpr int steps = rows_of_part / rows_at_once;
 constexpr bool to_e4m3 = Config::out_dtype == Dtype::float8_e4m3fn;
-constexpr float least_normal = 0x1p-126f, most = to_e4m3 ? 448.0f : 57344.0f;
+constexpr float min_normal = 0x1p-126f, most = to_e4m3 ? 448.0f : 57344.0f;
 static_assert(row_lanes <= 32 && rows_of_part % rows_at_once == 0, "a warp holds whole rows");
 
 struct SharedMemory {
@@ -88,7 +88,7 @@ CUFLASH_DEVICE void rotate(Part& part, const uint32_t (&signs)[8]) {
 CUFLASH_DEVICE float scale_of(float largest) {
   const uint32_t bits = __float_as_uint(__fdiv_rn(largest, most));
   const int exponent = static_cast<int>(bits >> 23) - 127 + ((bits & 0x7fffff) != 0);
-  return largest < least_normal ? 1.0f : __uint_as_float((max(exponent, -100) + 127) << 23);
+  return largest < min_normal ? 1.0f : __uint_as_float((max(exponent, -100) + 127) << 23);
 }
 
 CUFLASH_DEVICE bool is_finite(float x) { return fabsf(x) <= largest_float; }

@@ -3,7 +3,7 @@
 
 namespace cuflash {
 
-CUFLASH_DEVICE void turn(const RotaryParams& params) {
+CUFLASH_DEVICE void rotate_rows(const RotaryParams& params) {
   const Tile tile = tile_of(params.grid, ptx::block_index());
   const BatchIndex entry(params.batch, tile.owner);
   const int row = tile.block * Config::num_warps + ptx::thread_index() / 32;
@@ -15,15 +15,15 @@ CUFLASH_DEVICE void turn(const RotaryParams& params) {
         read_integer<Config::positions>(params.positions, entry * layout.batch + row * layout.row);
   }
   const Layout &from = params.x_layout, &to = params.out_layout;
-  turn_row(static_cast<Element*>(params.out) + entry * to.batch + row * to.row, to.column,
-           static_cast<const Element*>(params.x) + entry * from.batch + row * from.row, from.column,
-           params.head_dim, {params.frequencies, params.num_pairs},
-           static_cast<double>(position) * params.sign);
+  rotate_row(static_cast<Element*>(params.out) + entry * to.batch + row * to.row, to.column,
+             static_cast<const Element*>(params.x) + entry * from.batch + row * from.row,
+             from.column, params.head_dim, {params.frequencies, params.num_pairs},
+             static_cast<double>(position) * params.sign);
 }
 
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
     cuflash_rotary(const __grid_constant__ cuflash::RotaryParams params) {
-  cuflash::turn(params);
+  cuflash::rotate_rows(params);
 }

@@ -211,7 +211,7 @@ def test_scores_ahead_take_a_buffer_more_where_a_block_is_released_late() -> Non
         assert config.scores_ahead
         text = (kernels_dir() / config.source).read_text()
         ahead = text[text.index("void add_block_ahead") :]
-        late = ahead.index("start_scores(") < ahead.index("release_block_before(")
+        late = ahead.index("start_scores(") < ahead.index("release_previous_block(")
         assert late == (config is of_q)
         if late:
             with pytest.raises(ValueError, match=r"num_stages=2 must be at least 3 with scores"):

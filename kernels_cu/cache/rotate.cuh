@@ -32,12 +32,13 @@ CUFLASH_DEVICE Element to_element(Real x) {
 
 // Copies a row of `width` features from one array to another and rotates it. Called by one warp.
 // Angles are float64, so that large positions lose no digits.
-CUFLASH_DEVICE void turn_row(Element* to, int64_t to_stride, const Element* from,
-                             int64_t from_stride, int width, const Pairs& pairs, double position) {
+CUFLASH_DEVICE void rotate_row(Element* to, int64_t to_stride, const Element* from,
+                               int64_t from_stride, int width, const Pairs& pairs,
+                               double position) {
   const int lane = ptx::thread_index() % 32;
-  int turned = 0;
+  int num_rotated = 0;
   if constexpr (Config::rotation != Rotation::none) {
-    turned = 2 * pairs.count;
+    num_rotated = 2 * pairs.count;
     for (int pair = lane; pair < pairs.count; pair += 32) {
       const double angle = position * pairs.frequency(pair);
       const Real cosine = static_cast<Real>(cos(angle)), sine = static_cast<Real>(sin(angle));
@@ -48,7 +49,7 @@ CUFLASH_DEVICE void turn_row(Element* to, int64_t to_stride, const Element* from
       to[second * to_stride] = to_element(a * sine + b * cosine);
     }
   }
-  for (int i = turned + lane; i < width; i += 32) to[i * to_stride] = from[i * from_stride];
+  for (int i = num_rotated + lane; i < width; i += 32) to[i * to_stride] = from[i * from_stride];
 }
 
 }  // namespace cuflash

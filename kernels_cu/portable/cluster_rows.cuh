@@ -15,14 +15,14 @@
 
 namespace cuflash {
 
-constexpr int most_cluster_parts = 8;  // every device with clusters runs clusters of 8
+constexpr int max_cluster_parts = 8;  // every device with clusters runs clusters of 8
 
 // What a thread block receives: for each of its rows the results of all parts, one after the other.
 template <bool clusters>
 struct ReceivedRows {};
 template <>
 struct alignas(128) ReceivedRows<true> {
-  static constexpr int size = Config::block_m + most_cluster_parts - 1;
+  static constexpr int size = Config::block_m + max_cluster_parts - 1;
 
   Real out[size][Config::head_dim_v];
   Real lse[size];
@@ -33,7 +33,7 @@ using Received = ReceivedRows<true>;
 // How the cluster shares out the rows of its tile, and where this thread block stores results.
 template <bool clusters>
 struct ClusterRows {
-  CUFLASH_DEVICE void find(const ForwardParams&, const Work&, const Seqlen&) {}
+  CUFLASH_DEVICE void init(const ForwardParams&, const Work&, const Seqlen&) {}
 };
 template <>
 struct ClusterRows<true> {
@@ -44,7 +44,7 @@ struct ClusterRows<true> {
   RowTarget::Value* out;
   Real* lse;  // may be null
 
-  CUFLASH_DEVICE void find(const ForwardParams& params, const Work& own, const Seqlen& seqlen) {
+  CUFLASH_DEVICE void init(const ForwardParams& params, const Work& own, const Seqlen& seqlen) {
     work = own;
     const RowTarget to(params.out, params.out_layout, work.entry, seqlen.first_q, params.head_dim_v,
                        Config::head_dim_v);
@@ -78,10 +78,11 @@ struct SentRows {
   CUFLASH_DEVICE Place place_of(int q_idx) const {
     const int row = q_idx - rows.work.first_row, slot = rows.slot_of(row);
     const int rank = row - slot * rows.parts, at = slot * rows.parts + rows.part;
-    const auto there = [&](const void* own) {
+    const auto remote_address = [&](const void* own) {
       return ptx::shared_address_of(rank, ptx::shared_address(own));
     };
-    return {there(received.out[at]), there(&received.lse[at]), there(&received.arrived)};
+    return {remote_address(received.out[at]), remote_address(&received.lse[at]),
+            remote_address(&received.arrived)};
   }
 
   CUFLASH_DEVICE const SentRows& pairs(const ForwardParams&, const BatchIndex&, int) const {
@@ -136,16 +137,16 @@ CUFLASH_DEVICE void combine_received_rows(const ForwardParams& params, Received&
   for (int slot = warp_index(); slot < own; slot += Config::num_warps) {
     const int q_idx = rows.work.first_row + slot * rows.parts + rows.part,
               first = slot * rows.parts;
-    Real lse[most_cluster_parts], sum[VColumns::count] = {};
+    Real lse[max_cluster_parts], sum[VColumns::count] = {};
 #pragma unroll
-    for (int i = 0; i < most_cluster_parts; ++i) {
+    for (int i = 0; i < max_cluster_parts; ++i) {
       lse[i] = i < rows.parts ? received.lse[first + i] : -infinity();
     }
     const PartSums sums(lse);
     // One division in each lane instead of one for each part.
     const Real own_share = sums.share(lane < rows.parts ? received.lse[first + lane] : -infinity());
 #pragma unroll
-    for (int i = 0; i < most_cluster_parts; ++i) {
+    for (int i = 0; i < max_cluster_parts; ++i) {
       const Real share = __shfl_sync(0xffffffff, own_share, i);
 #pragma unroll
       for (int c = 0; c < VColumns::count; ++c) {
@@ -169,7 +170,7 @@ template <int slices, int out_tiles>
 CUFLASH_DEVICE void finish_rows(const ForwardParams& params, ReceivedRows<false>&,
                                 const ClusterRows<false>&, WarpSoftmax<slices>& softmax,
                                 const Real (&o_acc)[slices][out_tiles][4]) {
-  store_rows(params, warp_index(), softmax, o_acc, Work::of_this_block(params));
+  store_rows(params, warp_index(), softmax, o_acc, Work::of_thread_block(params));
 }
 // The same for a cluster, which combines its parts.
 template <int slices, int out_tiles>

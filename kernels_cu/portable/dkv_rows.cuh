@@ -28,7 +28,7 @@ struct TileWalk {
   BlockRanges blocks;
 
   CUFLASH_DEVICE TileWalk(const BackwardParams& params, int index)
-      : work(Work::of_this_block(params)),
+      : work(Work::of_thread_block(params)),
         entry(work.entry(params, index)),
         score(params.score, entry),
         keys{work.first_key, work.first_key + Config::block_n},
@@ -125,7 +125,7 @@ CUFLASH_DEVICE void store_rows(const RowTarget& target, int warp, int first_key,
 template <int slices>
 CUFLASH_DEVICE void store_gradients(const BackwardParams& params, int warp,
                                     const Gradients<slices>& acc) {
-  const Work work = Work::of_this_block(params);
+  const Work work = Work::of_thread_block(params);
   const BatchIndex entry = work.entry(params, 0);
   const Seqlen seqlen(params.score, entry);
   const int first_k = seqlen.first_k, num_keys = seqlen.rows_k;

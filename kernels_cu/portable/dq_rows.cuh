@@ -19,7 +19,7 @@ struct TileWalk {
   BlockRanges blocks;
 
   CUFLASH_DEVICE explicit TileWalk(const BackwardParams& params, int index = 0)
-      : work(Work::of_this_block(params)),
+      : work(Work::of_thread_block(params)),
         entry(work.entry(params, index)),
         score(params.score, entry),
         rows{work.first_row, work.first_row + Config::block_m},
@@ -72,7 +72,7 @@ CUFLASH_DEVICE void compute_ds(Real (&s_acc)[slices][tiles][4],
 template <int slices, int dq_tiles>
 CUFLASH_DEVICE void store_rows(const BackwardParams& params, int warp,
                                const Real (&dq_acc)[slices][dq_tiles][4]) {
-  const Work work = Work::of_this_block(params);
+  const Work work = Work::of_thread_block(params);
   const BatchIndex entry = work.entry(params, 0);
   const Seqlen seqlen(params.score, entry);
   const RowTarget dq(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim,

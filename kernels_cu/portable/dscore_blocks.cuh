@@ -44,7 +44,7 @@ struct Work {
   int owner;
   Range sequences;
 
-  CUFLASH_DEVICE static Work of_this_block(const BackwardParams& params) {
+  CUFLASH_DEVICE static Work of_thread_block(const BackwardParams& params) {
     const Tile tile = tile_of(params.grid, ptx::block_index());
     Range sequences{0, 1};
     int rank = tile.block;
@@ -84,7 +84,7 @@ struct Work {
 // is broadcast along them. Empty if the bias is read pair by pair.
 constexpr bool holds_bias = Config::holds_bias;
 static_assert(!holds_bias || (Config::grad_of == GradOf::bias && !packed && !Config::simt),
-              "one matrix for all entries");
+              "all entries share one bias");
 struct HeldBias {
   Score::BiasOf<holds_bias ? tiles : 1> of_row[slices][2];
 

@@ -15,7 +15,7 @@ struct LeftOperand {
 
   Two two[slices][steps][operand_registers / 2][32];
 
-  CUFLASH_DEVICE void put(const Register (&frag)[slices][steps][operand_registers]) {
+  CUFLASH_DEVICE void store(const Register (&frag)[slices][steps][operand_registers]) {
     const int lane = lane_index();
     unrolled<slices, steps>([&](int s, int k) {
 #pragma unroll
@@ -25,7 +25,7 @@ struct LeftOperand {
     });
   }
 
-  CUFLASH_DEVICE void take(Register (&frag)[slices][steps][operand_registers]) const {
+  CUFLASH_DEVICE void load(Register (&frag)[slices][steps][operand_registers]) const {
     const int lane = lane_index();
     unrolled<slices, steps>([&](int s, int k) {
 #pragma unroll

@@ -36,8 +36,8 @@ struct Work {
   int first_row;
   BatchIndex entry;
 
-  CUFLASH_DEVICE static Work of_this_block(const ForwardParams& params) {
-    const RowTile tile = RowTile::of_this_block(params);
+  CUFLASH_DEVICE static Work of_thread_block(const ForwardParams& params) {
+    const RowTile tile = RowTile::of_thread_block(params);
     const int owner = KeyPart::owner(params, tile.owner);
     return {tile.first_row, BatchIndex(params.batch, owner, tile.sequence)};
   }
@@ -51,8 +51,8 @@ struct TileWalk {
   BlockRanges blocks;
 
   CUFLASH_DEVICE explicit TileWalk(const ForwardParams& params)
-      : work(Work::of_this_block(params)),
-        score(params.score, work.entry, KeyPart::of_this_block(params).keys),
+      : work(Work::of_thread_block(params)),
+        score(params.score, work.entry, KeyPart::of_thread_block(params).keys),
         rows{work.first_row, work.first_row + Config::block_m},
         keys(score.kv_range(rows.begin, rows.end)),
         blocks(score.kv_blocks(rows.begin, rows.end)) {}
@@ -64,7 +64,7 @@ template <int slices, int out_tiles, typename Target = CallersRows>
 CUFLASH_DEVICE void store_rows(const ForwardParams& params, int warp, WarpSoftmax<slices>& softmax,
                                const Real (&o_acc)[slices][out_tiles][4], const Work& work,
                                const Target to = {}) {
-  const KeyPart part = KeyPart::of_this_block(params);
+  const KeyPart part = KeyPart::of_thread_block(params);
   const Score score(params.score, work.entry, part.keys);
   const int first_q = score.seqlen.first_q;
   const auto out = to.pairs(params, work.entry, first_q);

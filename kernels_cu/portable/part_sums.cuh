@@ -29,7 +29,7 @@ struct PartSums {
   // Called by one thread. The additions have the same order: lanes without a part add 0.
   template <int parts>
   CUFLASH_DEVICE explicit PartSums(const Real (&lse)[parts]) {
-    static_assert((parts & (parts - 1)) == 0, "lanes add up by halves");
+    static_assert((parts & (parts - 1)) == 0, "a tree reduction needs a power of two");
     Real sums[parts];
 #pragma unroll
     for (int i = 0; i < parts; ++i) largest = fmax(largest, lse[i]);

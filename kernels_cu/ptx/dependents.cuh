@@ -12,6 +12,8 @@ CUFLASH_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_de
 
 // Waits until the previous kernel is done and its writes are visible. Returns at once if this
 // kernel was launched without overlap, after the previous one.
-CUFLASH_DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+CUFLASH_DEVICE void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
 }  // namespace cuflash::ptx

@@ -7,7 +7,7 @@ namespace cuflash::ptx {
 
 // Returns x, but hides its value from the compiler, which therefore cannot compute multiples of x
 // before a loop and keep them in registers. (D87)
-CUFLASH_DEVICE int64_t renewed(int64_t x) {
+CUFLASH_DEVICE int64_t opaque_value(int64_t x) {
   asm volatile("" : "+l"(x));
   return x;
 }

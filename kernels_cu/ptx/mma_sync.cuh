@@ -28,7 +28,7 @@ CUFLASH_DEVICE void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t smem) {
 template <Dtype dtype>
 CUFLASH_DEVICE void mma_m16n8k16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
                                  uint32_t b1) {
-  static_assert(dtype == Config::dtype, "the text names it");
+  static_assert(dtype == Config::dtype, "CUFLASH_PTX_DTYPE is Config::dtype");
   asm("mma.sync.aligned.m16n8k16.row.col.f32." CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE
       ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])

@@ -31,27 +31,28 @@ struct VisitedBlocks {
 
   // The first visited block from `block` on, or ranges.end or more if there is none.
   CUFLASH_DEVICE int first_from(int block) {
-    if (segmented && warp_any(block < ranges.end)) judge(block);
+    if (segmented && warp_any(block < ranges.end)) classify_chunk(block);
     return find_up(block);
   }
 
   // The next visited block after `block`, which the previous call returned.
   CUFLASH_DEVICE int next_after(int block) {
     ++block;
-    if (segmented && warp_any(block % chunk == 0 && block < ranges.end)) judge(block);
+    if (segmented && warp_any(block % chunk == 0 && block < ranges.end)) classify_chunk(block);
     return find_up(block);
   }
 
   // The last visited block from `block` downwards, or less than ranges.begin if there is none.
   CUFLASH_DEVICE int last_from(int block) {
-    if (segmented && warp_any(block >= ranges.begin)) judge(block);
+    if (segmented && warp_any(block >= ranges.begin)) classify_chunk(block);
     return find_down(block);
   }
 
   // The next visited block below `block`, which the previous call returned.
   CUFLASH_DEVICE int next_before(int block) {
     --block;
-    if (segmented && warp_any(block % chunk == chunk - 1 && block >= ranges.begin)) judge(block);
+    if (segmented && warp_any(block % chunk == chunk - 1 && block >= ranges.begin))
+      classify_chunk(block);
     return find_down(block);
   }
 
@@ -73,7 +74,7 @@ struct VisitedBlocks {
         const uint32_t rest = (bits & 0xffff) >> block % chunk;
         if (warp_any(rest != 0)) return block + __ffs(rest) - 1;
         block = (block / chunk + 1) * chunk;
-        judge(block);
+        classify_chunk(block);
       }
     }
     return block;
@@ -86,7 +87,7 @@ struct VisitedBlocks {
         const uint32_t rest = bits << (31 - block % chunk);
         if (warp_any(rest != 0)) return block - __clz(rest);
         block = block / chunk * chunk - 1;
-        judge(block);
+        classify_chunk(block);
       }
     }
     return block;
@@ -94,7 +95,7 @@ struct VisitedBlocks {
 
   // Judges the chunk that `block` is in. Lanes 0 to 15 ask for each block whether it is visited,
   // lanes 16 to 31 whether it and the tile hold the same single id.
-  CUFLASH_DEVICE void judge(int block) {
+  CUFLASH_DEVICE void classify_chunk(int block) {
     block += lane_index() % chunk - block % chunk;
     const bool exists = block >= ranges.begin && block < ranges.end;
     const int begin = exists ? block * block_size : 0;
@@ -103,7 +104,7 @@ struct VisitedBlocks {
                                         : score.query_bounds<block_size>(streamed);
     const auto own = walk == Walk::keys ? score.query_bounds<Config::block_m>(tile)
                                         : score.key_bounds<Config::block_n>(tile);
-    const bool judged = lane_index() < chunk ? ids.meets(own) : ids.is_one_with(own);
+    const bool judged = lane_index() < chunk ? ids.overlaps(own) : ids.is_same_single_id(own);
     bits = __ballot_sync(0xffffffff, exists && judged);
   }
 };

@@ -39,7 +39,7 @@ struct RowTile : OwnedTile {
   int first_row;
 
   template <typename Params>
-  CUFLASH_DEVICE static RowTile of_this_block(const Params& params) {
+  CUFLASH_DEVICE static RowTile of_thread_block(const Params& params) {
     const Tile tile = tile_of(params.grid, tile_index());
     const int rank =
         ScoreTraits::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
@@ -57,7 +57,7 @@ struct PartOfTile {
   static constexpr int index = 0;
   static constexpr Range keys{0, 1 << 30};
 
-  CUFLASH_DEVICE static PartOfTile of_this_block(const ForwardParams&) { return {}; }
+  CUFLASH_DEVICE static PartOfTile of_thread_block(const ForwardParams&) { return {}; }
   CUFLASH_DEVICE static int owner(const ForwardParams&, int owner) { return owner; }
   CUFLASH_DEVICE static void* out(const ForwardParams& params) { return params.out; }
 };
@@ -66,11 +66,11 @@ struct PartOfTile<true> {
   int index;
   Range keys;
 
-  CUFLASH_DEVICE static PartOfTile of_this_block(const ForwardParams& params) {
+  CUFLASH_DEVICE static PartOfTile of_thread_block(const ForwardParams& params) {
     const int index = part_index(params);
     int keys = params.part_keys;
     if constexpr (Config::cu_seqlens != Dtype::none) {
-      const int sequence = RowTile::of_this_block(params).sequence;
+      const int sequence = RowTile::of_thread_block(params).sequence;
       const int length = Packing::of_keys(params.score).rows(sequence);
 #pragma unroll 1
       while (static_cast<int64_t>(keys) * params.num_splits < length) keys *= 2;
@@ -103,7 +103,7 @@ struct KeyTile : OwnedTile {
   int first_key;
   int part;  // which part of an entry's blocks of queries, where they are split
 
-  CUFLASH_DEVICE static KeyTile of_this_block(const BackwardParams& params) {
+  CUFLASH_DEVICE static KeyTile of_thread_block(const BackwardParams& params) {
     return at(params, tile_index());
   }
   CUFLASH_DEVICE static KeyTile at(const BackwardParams& params, int index) {
@@ -130,7 +130,7 @@ struct KeyTile : OwnedTile {
 
   // Restricts the blocks of queries to this thread block's part, where they are split. The part
   // depends only on the extents of arrays.
-  CUFLASH_DEVICE BlockRanges own(BlockRanges blocks, const BackwardParams& params) const {
+  CUFLASH_DEVICE BlockRanges own_blocks(BlockRanges blocks, const BackwardParams& params) const {
     if constexpr (Config::split_rows) {
       blocks.begin = max(blocks.begin, first_block(params));
       blocks.end = min(blocks.end, first_block(params) + params.part_blocks);

@@ -184,7 +184,7 @@ CUFLASH_DEVICE void drop_gradients(Real (&dp_acc)[slices][tiles][4], const Score
 // register j of its operand.
 template <int slices, int tiles>
 struct KeptBits {
-  static_assert(!Config::dropout || tiles <= 8, "32 registers to a slice");
+  static_assert(!Config::dropout || tiles <= 8, "32 bits hold the pairs of a slice");
   uint32_t bits[slices];
 
   CUFLASH_DEVICE KeptBits(const Score& score, int first_row, int first_key) {

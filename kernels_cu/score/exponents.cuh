@@ -33,7 +33,7 @@ struct RowExponents {
   CUFLASH_DEVICE float operator()(float product) const {
     const ScoreParams& params = score.params;
     if constexpr (Score::is_capped) {
-      const float t = beyond_near(product);
+      const float t = near_square_excess(product);
       float factor = fma(t, params.capped_3, params.capped_2);
       factor = fma(t, factor, params.capped_1);
       factor = fma(t, factor, params.capped_0);
@@ -44,12 +44,12 @@ struct RowExponents {
   }
 
   // product^2 - near_square. If this is negative, |product| is at most near_product.
-  CUFLASH_DEVICE float beyond_near(float product) const {
+  CUFLASH_DEVICE float near_square_excess(float product) const {
     return fma(product, product, -score.params.near_square);
   }
 
   // The exponent of any product under a softcap. `near` is what operator() gives, right near 0.
-  CUFLASH_DEVICE float of_any(float product, float near) const {
+  CUFLASH_DEVICE float exact_exponent(float product, float near) const {
     const float x = product * score.params.inverse_softcap;
     // tanh x = 1 - 2 / (1 + exp 2x), which would cancel near 0.
     const float t = 1.0f - __fdividef(2.0f, 1.0f + ptx::exp2_approx(2.0f * log2_e * fabs(x)));
@@ -63,29 +63,29 @@ struct RowExponents {
 template <int tiles>
 struct CappedExponents {
   static constexpr int count = tiles % 4 == 0 ? 4 : 2;
-  static_assert(tiles % count == 0, "no tile is left over");
+  static_assert(tiles % count == 0, "tiles come in whole groups");
   float exponents[count][4];
   int signs;  // negative if all products are near 0
 
   // Forms all exponents as if the products were near 0.
-  CUFLASH_DEVICE void form(const float (&s_acc)[1][tiles][4], int first,
-                           const RowExponents (&of_row)[2]) {
+  CUFLASH_DEVICE void form_near(const float (&s_acc)[1][tiles][4], int first,
+                                const RowExponents (&of_row)[2]) {
     signs = -1;
     unrolled<count, 4>([&](int t, int i) {
       const float product = s_acc[0][first + t][i];
-      signs &= __float_as_int(of_row[0].beyond_near(product));
+      signs &= __float_as_int(of_row[0].near_square_excess(product));
       exponents[t][i] = of_row[i / 2](product);
     });
   }
 
   // Corrects the exponents of products that are not near 0. `sum` never has the bits it is compared
   // with: the comparison makes the branch wait for a complete sum.
-  CUFLASH_DEVICE void mend(const float (&s_acc)[1][tiles][4], int first,
-                           const RowExponents (&of_row)[2], float sum) {
+  CUFLASH_DEVICE void correct_far(const float (&s_acc)[1][tiles][4], int first,
+                                  const RowExponents (&of_row)[2], float sum) {
     if (!warp_any(signs >= 0 || __float_as_uint(sum) == 0xffffffffu)) return;
     unrolled<count, 4>([&](int t, int i) {
       float& exponent = exponents[t][i];
-      exponent = of_row[i / 2].of_any(s_acc[0][first + t][i], exponent);
+      exponent = of_row[i / 2].exact_exponent(s_acc[0][first + t][i], exponent);
     });
   }
 };

@@ -47,7 +47,7 @@ struct ByteMatrix {
   const uint8_t* data;
   int64_t row, column;
 
-  CUFLASH_DEVICE bool by_sixteens() const {
+  CUFLASH_DEVICE bool is_aligned_to_16() const {
     return column == 1 && ((reinterpret_cast<uint64_t>(data) | row) & 15) == 0;
   }
 
@@ -56,7 +56,7 @@ struct ByteMatrix {
   CUFLASH_DEVICE void columns(uint32_t (&bits)[2], const int (&row_idx)[2], int first_column,
                               int num_columns) const {
     constexpr int words = (tiles + 3) / 4;  // of 32 columns, one per lane
-    if (warp_any(by_sixteens() && first_column + 32 * words <= num_columns)) {
+    if (warp_any(is_aligned_to_16() && first_column + 32 * words <= num_columns)) {
       const int lane = ptx::thread_index() % 4;
       uint4 bytes[2][2] = {};
 #pragma unroll
@@ -91,7 +91,7 @@ struct ByteMatrix {
     const uint8_t* from = data + row_idx * row + first_column * column;
     const int count = num_columns - first_column;
     uint32_t bits = 0;
-    if (warp_any(by_sixteens())) {
+    if (warp_any(is_aligned_to_16())) {
       constexpr int words = (tiles + 3) / 4;  // of 32 columns, one per lane
       uint32_t word = 0;
       if (lane < words) {
@@ -119,7 +119,7 @@ struct ByteMatrix {
                            int num_columns) const {
     const int lane = ptx::thread_index() % 32;
     bits[0] = bits[1] = 0;
-    if (warp_any(by_sixteens())) {
+    if (warp_any(is_aligned_to_16())) {
       constexpr int words = (tiles + 3) / 4;  // of 32 rows, one per lane
       const int first_column = column_idx - lane / 4;
       uint32_t word[words];

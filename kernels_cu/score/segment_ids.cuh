@@ -16,11 +16,11 @@ struct alignas(2 * sizeof(Id)) IdBounds {
     high = other.high > high ? other.high : high;
   }
   // Can an id lie within both bounds?
-  CUFLASH_DEVICE bool meets(const IdBounds& other) const {
+  CUFLASH_DEVICE bool overlaps(const IdBounds& other) const {
     return low <= other.high && other.low <= high;
   }
   // Do both hold the same single id?
-  CUFLASH_DEVICE bool is_one_with(const IdBounds& other) const {
+  CUFLASH_DEVICE bool is_same_single_id(const IdBounds& other) const {
     return low == high && other.low == low && other.high == low;
   }
 };

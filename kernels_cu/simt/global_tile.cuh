@@ -20,7 +20,7 @@ struct alignas(128) GlobalTile {
   int num_columns;
   Range exist;           // rows of the tile that exist
   uint32_t cleared[16];  // a bit for each row: is it cleared?
-  static_assert(rows <= 32 * 16, "a bit for each row");
+  static_assert(rows <= 32 * 16, "`cleared` has one bit per row");
 
   CUFLASH_DEVICE void clear_row(int row, int lane) {
     if (lane == 0) atomicOr(&cleared[row / 32], 1u << row % 32);

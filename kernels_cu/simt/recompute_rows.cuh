@@ -52,8 +52,8 @@ struct LaneColumns {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       const int column = lane_index() + 32 * i;
-      const Real there = column < num_columns ? row[column] : 0;
-      value[i] = fma(before, there, value[i] * factor);
+      const Real earlier = column < num_columns ? row[column] : 0;
+      value[i] = fma(before, earlier, value[i] * factor);
     }
   }
 
@@ -165,7 +165,7 @@ struct CallersRows {
   // A target that stores pairs of columns of any row.
   CUFLASH_DEVICE RowTarget pairs(const ForwardParams& params, const BatchIndex& entry,
                                  int first_q) const {
-    return {KeyPart::of_this_block(params).out(params),
+    return {KeyPart::of_thread_block(params).out(params),
             params.out_layout,
             entry,
             first_q,
@@ -181,7 +181,7 @@ struct CallersRows {
   CUFLASH_DEVICE static Real* lse_of_row(const ForwardParams& params, const BatchIndex& entry,
                                          int row) {
     return params.lse + entry * params.lse_layout.batch + row * params.lse_layout.row +
-           KeyPart::of_this_block(params).index;
+           KeyPart::of_thread_block(params).index;
   }
 
   CUFLASH_DEVICE void store(const ForwardParams& params, const BatchIndex& entry, int q_idx,
@@ -194,7 +194,7 @@ struct CallersRows {
 template <typename Target = CallersRows>
 __device__ __noinline__ void recompute_out(const ForwardParams& params, const BatchIndex entry,
                                            int q_idx, bool writes_lse, const Target to = {}) {
-  const KeyPart part = KeyPart::of_this_block(params);
+  const KeyPart part = KeyPart::of_thread_block(params);
   const Score score(params.score, entry, part.keys);
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const KeySource<Config::paged> k_rows(
@@ -236,9 +236,9 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
   Real lse = row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
   if constexpr (Config::joins) {
     const Joined joined(*to.lse_of_row(params, entry, first_q + q_idx), lse);
-    const Real* there = params.so_far + entry * params.so_far_layout.batch +
-                        (first_q + q_idx) * params.so_far_layout.row;
-    o.join(factor * joined.now, joined.before, there, params.head_dim_v);
+    const Real* earlier = params.so_far + entry * params.so_far_layout.batch +
+                          (first_q + q_idx) * params.so_far_layout.row;
+    o.join(factor * joined.now, joined.before, earlier, params.head_dim_v);
     factor = 1;
     lse = joined.lse;
     __syncwarp();  // all lanes have read lse before it is replaced

@@ -16,7 +16,7 @@ namespace cuflash {
 struct BiasGradient {
   static constexpr int lane_keys = 8, warp_keys = 4 * lane_keys;
   static_assert(!Config::grad_bias || (sizeof(Element) == 2 && Score::adds_only),
-                "elements of 16 bits, and ds is the gradient of what a bias is added to");
+                "16-bit elements, and ds is the gradient of the biased score");
 
   const BackwardParams& params;
   uint16_t* of_entry;
@@ -51,7 +51,7 @@ struct BiasGradient {
   // Stores zeros for blocks of queries that see no key of a tile: all blocks of the thread block
   // but the blocks of `seen`.
   CUFLASH_DEVICE void clear_unseen(const KeyTile& work, const BlockRanges& seen) const {
-    const BlockRanges all = work.own({0, 0, 0, QueryBlocks(params.score, 0).count}, params);
+    const BlockRanges all = work.own_blocks({0, 0, 0, QueryBlocks(params.score, 0).count}, params);
 #pragma unroll 1
     for (int block = all.begin; block < all.end; ++block) {
       if (block >= seen.begin && block < seen.end) continue;

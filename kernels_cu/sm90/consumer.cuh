@@ -29,7 +29,7 @@ struct Consumer {
     for (;; q_ring.advance()) {
       const Work work = receive_work(smem, Ring<2>{q_ring.uses});
       if (work.first_row < 0) return;
-      const Score score(params.score, work.entry, KeyPart::of_this_block(params).keys);
+      const Score score(params.score, work.entry, KeyPart::of_thread_block(params).keys);
       const ConsumerRows rows(score, work, warpgroup);
       if constexpr (Score::has_segments) {
         attend_segments(score, rows, work);

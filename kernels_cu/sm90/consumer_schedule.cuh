@@ -21,10 +21,11 @@ constexpr bool keeping_saves_time = Config::head_dim <= 128 || Score::is_capped_
 constexpr bool keeps_reference =
     looks_up || (Score::exponent_of_product && has_registers_for_reference && !Config::dropout &&
                  keeping_saves_time);
-static_assert(!loads_mask || Config::scale_in_exponent, "hidden is what is -inf before its scale");
+static_assert(!loads_mask || Config::scale_in_exponent,
+              "the mask sets raw products to -inf, before the scale");
 constexpr bool may_cross_diagonal = Score::has_slopes;
 static_assert(!keeps_reference || Score::multiplies_slopes == may_cross_diagonal,
-              "exponents of products");
+              "exponents come from products, slopes included");
 // Ping-pong: the softmax of one warpgroup runs under the products of another. With three warpgroups
 // the products of a narrow block are too short for that, and ping-pong only delays them. Two
 // warpgroups find this order by themselves if no maximum is formed and the products of a wide head

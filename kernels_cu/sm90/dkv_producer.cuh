@@ -19,7 +19,7 @@
 namespace cuflash {
 
 constexpr int consumers = Config::block_n / 64;  // warpgroups, of 64 keys each
-static_assert(Config::block_n % 64 == 0, "whole warpgroups");
+static_assert(Config::block_n % 64 == 0, "each warpgroup computes 64 keys");
 
 struct DkvSharedMemory {
   using KTile = PanelTile<Config::block_n, Config::head_dim>;
@@ -54,7 +54,7 @@ struct FirstRowsFirst : VisitedBlocks<Walk::queries> {
   using VisitedBlocks::VisitedBlocks;
   CUFLASH_DEVICE int first() { return first_from(ranges.begin); }
   CUFLASH_DEVICE int next(int block) { return next_after(block); }
-  CUFLASH_DEVICE bool is_left(int block) const { return block < ranges.end; }
+  CUFLASH_DEVICE bool in_range(int block) const { return block < ranges.end; }
 };
 
 struct LastRowsFirst : VisitedBlocks<Walk::queries> {
@@ -63,16 +63,16 @@ struct LastRowsFirst : VisitedBlocks<Walk::queries> {
   using VisitedBlocks::VisitedBlocks;
   CUFLASH_DEVICE int first() { return last_from(ranges.end - 1); }
   CUFLASH_DEVICE int next(int block) { return next_before(block); }
-  CUFLASH_DEVICE bool is_left(int block) const { return block >= ranges.begin; }
+  CUFLASH_DEVICE bool in_range(int block) const { return block >= ranges.begin; }
 };
 
 // Statistics of the rows of a block, distributed over the lanes of a warp.
-struct LaneRows {
+struct LaneStatistics {
   static constexpr int count = (Config::block_m + 31) / 32;
 
   RowStatistics row[count];
 
-  CUFLASH_DEVICE LaneRows(const RowStatistics* from, int first_row, const Seqlen& seqlen) {
+  CUFLASH_DEVICE LaneStatistics(const RowStatistics* from, int first_row, const Seqlen& seqlen) {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       row[i] = seqlen.statistics(from, first_row + 32 * i + lane_index());
@@ -97,10 +97,10 @@ struct LaneRows {
 
 template <typename Producer>
 CUFLASH_DEVICE void clear_fully_masked_rows(Producer& producer, int stage,
-                                            const LaneRows& statistics) {
+                                            const LaneStatistics& statistics) {
   producer.wait_for_raw(stage);
 #pragma unroll
-  for (int i = 0; i < LaneRows::count; ++i) {
+  for (int i = 0; i < LaneStatistics::count; ++i) {
     for_each_bit(statistics.hidden(i), [&](int bit) {
       const int row = 32 * i + bit;
       if (row >= Config::block_m) return;
@@ -115,14 +115,14 @@ CUFLASH_DEVICE void clear_fully_masked_rows(Producer& producer, int stage,
 // saw no key, or that belong to the next packed sequence, must not reach a product: 0 * NaN is NaN.
 template <typename Producer>
 CUFLASH_DEVICE void load_rows(Producer& producer, const BatchIndex& entry, int first_row,
-                              const LaneRows& statistics) {
+                              const LaneStatistics& statistics) {
   const BackwardSm90Params& params = producer.params;
   auto& smem = producer.smem;
   const int stage = producer.ring.stage();
   const int loaded = params.score.seqlen_q - first_row;  // rows past the end arrive as zeros
   bool clears = false;
 #pragma unroll
-  for (int i = 0; i < LaneRows::count; ++i) {
+  for (int i = 0; i < LaneStatistics::count; ++i) {
     const bool exists = 32 * i + lane_index() < min(loaded, Config::block_m);
     clears |= __any_sync(0xffffffff, exists && statistics.row[i].lse == infinity());
   }
@@ -151,11 +151,13 @@ CUFLASH_DEVICE void load_rows_of(Producer& producer, const BatchIndex& entry, co
                                  RowWalk& walk) {
   const BackwardSm90Params& params = producer.params;
   const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
-  const auto rows_of = [&](int block) { return LaneRows(rows, block * Config::block_m, seqlen); };
+  const auto rows_of = [&](int block) {
+    return LaneStatistics(rows, block * Config::block_m, seqlen);
+  };
   int block = walk.first();
-  LaneRows statistics = rows_of(max(block, 0));
+  LaneStatistics statistics = rows_of(max(block, 0));
 #pragma unroll 1
-  while (walk.is_left(block)) {
+  while (walk.in_range(block)) {
     load_rows(producer, entry, seqlen.first_q + block * Config::block_m, statistics);
     block = walk.next(block);
     statistics = rows_of(max(block, 0));  // in flight during the wait for the next buffer
@@ -177,7 +179,7 @@ struct DkvProducer {
       const BatchIndex entry = work.entry(params, index);
       const Score score(params.score, entry);
       const Range keys{work.first_key, work.first_key + Config::block_n};
-      const BlockRanges blocks = work.own(score.q_blocks(keys.begin, keys.end), params);
+      const BlockRanges blocks = work.own_blocks(score.q_blocks(keys.begin, keys.end), params);
       RowWalk walk(score, blocks, keys);
       load_rows_of(*this, entry, score.seqlen, walk);
     }

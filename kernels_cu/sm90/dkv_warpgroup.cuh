@@ -79,7 +79,7 @@ struct DkvWarpgroup {
                                                         smem.q[ring.stage()].mn_major(first));
   }
 
-  CUFLASH_DEVICE void release_block_before() {
+  CUFLASH_DEVICE void release_previous_block() {
     const Ring<Config::num_stages> before{ring.uses - 1};
     arrive_as_readers(smem.empty[before.stage()], ring.uses > 0);  // lse and delta were read, too
   }

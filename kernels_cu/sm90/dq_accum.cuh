@@ -99,6 +99,6 @@ struct DqAccum {
 };
 static_assert(DqAccum::begin(DqAccum::parts - 1) + 512 * DqAccum::tiles(DqAccum::parts - 1) ==
                   Config::block_m * Config::head_dim,
-              "parts hold a block");
+              "the parts fill a whole block");
 
 }  // namespace cuflash

@@ -23,7 +23,7 @@ CUFLASH_DEVICE int tiles_before(const Score& score, int block, int rank, int sum
 #pragma unroll 1
   for (int begin = first; warp_any(begin < rank); begin += 32) {
     const int tile = begin + lane_index(), key = min(tile, rank - 1) * tile_keys;
-    const bool adds = score.key_bounds<tile_keys>({key, key + tile_keys}).meets(own);
+    const bool adds = score.key_bounds<tile_keys>({key, key + tile_keys}).overlaps(own);
     before += __popc(__ballot_sync(0xffffffff, tile < rank && adds && tile % sums == sum));
   }
   return before;
@@ -42,12 +42,12 @@ struct DqSemaphore {
     of_entry = params.turns + 1 + (flat_entry * blocks.count + blocks.first) * parts;
   }
 
-  CUFLASH_DEVICE void await(int place, uint32_t turn) const {
+  CUFLASH_DEVICE void wait(int place, uint32_t turn) const {
     while (ptx::load_acquire(of_entry + place) != turn) {
     }
   }
 
-  CUFLASH_DEVICE void pass_on(int place, uint32_t turn) const {
+  CUFLASH_DEVICE void release(int place, uint32_t turn) const {
     ptx::store_release(of_entry + place, turn + 1);
   }
 };

@@ -30,10 +30,10 @@ CUFLASH_DEVICE void start_adding(float* to, const float* staged, int bytes, bool
 // passes the turn on once all can see the sums. Without an order the tiles wait only for the first
 // one.
 template <typename Start>
-CUFLASH_DEVICE void add_in_turn(const DqSemaphore& turns, int place, int turn, uint64_t& read,
+CUFLASH_DEVICE void add_in_turn(const DqSemaphore& semaphore, int place, int turn, uint64_t& read,
                                 Start start) {
   if (Config::deterministic || turn > 0) {
-    turns.await(place, Config::deterministic ? turn : 1);
+    semaphore.wait(place, Config::deterministic ? turn : 1);
     ptx::fence_async_proxy_global();
   }
   start();
@@ -42,7 +42,7 @@ CUFLASH_DEVICE void add_in_turn(const DqSemaphore& turns, int place, int turn, u
   if (Config::deterministic || turn == 0) {
     ptx::tma_store_wait();
     ptx::fence_async_proxy_global();
-    turns.pass_on(place, turn);
+    semaphore.release(place, turn);
   }
 }
 

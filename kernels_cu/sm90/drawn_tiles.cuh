@@ -28,7 +28,7 @@ struct DrawnTiles {
   CUFLASH_DEVICE uint32_t keys_parity() const { return ring.uses & 1; }
   // Is the block in this tile's part? Where the part begins is read anew for each block, so that it
   // occupies no register. (D145)
-  CUFLASH_DEVICE bool has(int block) const {
+  CUFLASH_DEVICE bool has_block(int block) const {
     if constexpr (!Config::split_rows) return true;
     return block >= *const_cast<const volatile int*>(&smem.first_block[ring.stage()]);
   }

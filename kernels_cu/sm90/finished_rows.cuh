@@ -96,10 +96,10 @@ struct FinishedRows {
       for (int t = 0; t < o_tiles; ++t) {
         const int column = fragment_column(t, 0);
         if (column >= params.head_dim_v) continue;
-        const float2 there = *reinterpret_cast<const float2*>(row + column);
+        const float2 earlier = *reinterpret_cast<const float2*>(row + column);
         float (&o)[4] = o_acc[0][t];
-        o[2 * half] = fmaf(before[half], there.x, o[2 * half]);
-        o[2 * half + 1] = fmaf(before[half], there.y, o[2 * half + 1]);
+        o[2 * half] = fmaf(before[half], earlier.x, o[2 * half]);
+        o[2 * half + 1] = fmaf(before[half], earlier.y, o[2 * half + 1]);
       }
     }
   }
@@ -107,7 +107,7 @@ struct FinishedRows {
   CUFLASH_DEVICE float* lse_of(const Work& work, const Score& score, int q_idx) const {
     return params.lse + work.entry * params.lse_layout.batch +
            (score.seqlen.first_q + q_idx) * params.lse_layout.row +
-           KeyPart::of_this_block(params).index;
+           KeyPart::of_thread_block(params).index;
   }
 };
 

@@ -17,10 +17,11 @@ struct KeyLookUps {
                                 : loads_bias ? Config::bias_stages
                                              : 2;
   static constexpr int rows = 32;
-  static_assert(!loads_bias || sizeof(Score::BiasValue) == 2, "matrices are turned by ldmatrix");
+  static_assert(!loads_bias || sizeof(Score::BiasValue) == 2,
+                "ldmatrix.trans transposes 16-bit values");
   static_assert(64 / rows <= stages, "a warpgroup may be 64 rows ahead of the other");
 
-  LookedUp<rows> tile[stages];
+  LookUpTile<rows> tile[stages];
   uint64_t full[stages], empty[stages];
 
   CUFLASH_DEVICE void init_barriers() {
@@ -56,13 +57,14 @@ struct KeyLookUpLoader {
 #pragma unroll 1
       for (int index = 0; index < KeyTile::entries(params); ++index) {
         const Score score(params.score, work.entry(params, index));
-        const BlockRanges blocks = work.own(score.q_blocks(keys.begin, keys.end), params);
+        const BlockRanges blocks = work.own_blocks(score.q_blocks(keys.begin, keys.end), params);
         LastRowsFirst walk(score, blocks, keys);
-        const auto* from = looked_up(score) + Copy::own_row() * look_up_row_stride(params.score) +
+        const auto* from = look_up_values(score) +
+                           Copy::own_row() * look_up_row_stride(params.score) +
                            (keys.begin + Copy::own_key());
         const int num_keys = score.seqlen.k - (keys.begin + Copy::own_key());
 #pragma unroll 1
-        for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
+        for (int block = walk.first(); walk.in_range(block); block = walk.next(block)) {
           copy_block(look_ups, from, block * Config::block_m, score.seqlen.q, num_keys);
         }
       }
@@ -88,7 +90,7 @@ struct KeyLookUpLoader {
 // Reads the values of a lane's pairs, in the order of t, then half, then i. A value is the bias of
 // the pair, or whether the mask shows the pair.
 struct KeyLookUpReader {
-  using Tile = LookedUp<KeyLookUps::rows>;
+  using Tile = LookUpTile<KeyLookUps::rows>;
   static constexpr int tiles = KeyLookUps::rows / 8;
 
   KeyLookUps& look_ups;
@@ -103,7 +105,7 @@ struct KeyLookUpReader {
   CUFLASH_DEVICE Value operator()(int t, int half, int i) {
     if (t % tiles == 0 && half == 0 && i == 0) {
       wait(look_ups.full[ring.stage()], ring.full_parity());
-      at = ptx::shared_address(look_ups.tile[ring.stage()].rows) + first_place();
+      at = ptx::shared_address(look_ups.tile[ring.stage()].rows) + first_offset();
     }
     const uint32_t rows_on = t % tiles * 8 * Tile::row_bytes;
     Value value;
@@ -124,12 +126,14 @@ struct KeyLookUpReader {
  private:
   // Offset of the lane's first row and key in a mask, or of the matrix row in a bias whose address
   // the lane gives to ldmatrix.
-  CUFLASH_DEVICE static int first_place() {
+  CUFLASH_DEVICE static int first_offset() {
     const int thread = ptx::thread_index() - 128, lane = thread % 32, key = thread / 32 * 16;
     if constexpr (loads_mask) {
-      return Tile::place(fragment_column(0, 0, lane), key / Tile::per_chunk) + lane / 4;
+      return Tile::chunk_offset(fragment_column(0, 0, lane), key / Tile::values_per_chunk) +
+             lane / 4;
     } else {
-      return Tile::place(lane % 8 + lane / 16 * 8, key / Tile::per_chunk + lane / 8 % 2);
+      return Tile::chunk_offset(lane % 8 + lane / 16 * 8,
+                                key / Tile::values_per_chunk + lane / 8 % 2);
     }
   }
 };

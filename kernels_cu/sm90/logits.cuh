@@ -85,7 +85,7 @@ CUFLASH_DEVICE void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
       } else if constexpr (edge != Edge::none) {
         seen = score.seen_of_row<tiles>(q_idx, lane.key, keys);
         if constexpr (bounds_as_bits) {
-          static_assert(tiles <= 16, "a bit for each column of a row");
+          static_assert(tiles <= 16, "a 32-bit mask has one bit per column of a lane");
           seen.bits &= columns_within(keys, edge, 8 * tiles).bits;
         }
       }

@@ -29,7 +29,7 @@ struct LookUpLoader {
     using Copy = LookUpCopy<64>;
     const int first_row = rows.first_row + Copy::own_row();
     const int64_t row_stride = look_up_row_stride(score.params);
-    const auto* first = looked_up(score) + first_row * row_stride + Copy::own_key();
+    const auto* first = look_up_values(score) + first_row * row_stride + Copy::own_key();
 #pragma unroll 1
     for (int block = rows.own.end - 1; block >= rows.own.begin; --block, ring.advance()) {
       const int stage = ring.stage(), first_key = block * Config::block_n;

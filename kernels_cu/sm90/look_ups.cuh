@@ -16,12 +16,12 @@ namespace cuflash {
 constexpr int look_up_stages = loads_mask   ? Config::mask_stages
                                : loads_bias ? Config::bias_stages
                                             : 1;
-static_assert(!looks_up || Config::block_m == 128, "a warp for each of two warpgroups");
-using RowsLookedUp = LookedUp<64>;
+static_assert(!looks_up || Config::block_m == 128, "two consumers, each with one copying warp");
+using RowLookUpTile = LookUpTile<64>;
 
 template <bool enabled>
 struct LookUps {
-  RowsLookedUp block[2][look_up_stages];  // buffers of each consumer
+  RowLookUpTile block[2][look_up_stages];  // buffers of each consumer
   uint64_t full[2][look_up_stages], empty[2][look_up_stages];
 
   CUFLASH_DEVICE void init_barriers() {
@@ -40,13 +40,14 @@ struct LookUps<false> {
 
 // Sets a lane's raw products to -inf for pairs that a mask hides.
 template <int tiles>
-CUFLASH_DEVICE void hide(float (&s_acc)[1][tiles][4], const RowsLookedUp& mask) {
+CUFLASH_DEVICE void hide(float (&s_acc)[1][tiles][4], const RowLookUpTile& mask) {
   const int thread = ptx::thread_index(), lane = thread % 32;
   const int row = 16 * (thread / 32 % 4) + lane / 4;
-  const uint32_t at = ptx::shared_address(mask.rows) + RowsLookedUp::place(row, 0) + lane % 4 * 2;
+  const uint32_t at =
+      ptx::shared_address(mask.rows) + RowLookUpTile::chunk_offset(row, 0) + lane % 4 * 2;
   unrolled<tiles, 2>([&](int t, int half) {
     const uint32_t from = (at ^ (t / 2 % 8 << 4)) + t / 16 * 128 + t % 2 * 8;
-    const uint32_t pair = ptx::load_shared_16(from + half * 8 * RowsLookedUp::row_bytes);
+    const uint32_t pair = ptx::load_shared_16(from + half * 8 * RowLookUpTile::row_bytes);
     float (&s)[4] = s_acc[0][t];
     s[2 * half] = pair & 0xff ? s[2 * half] : -infinity();
     s[2 * half + 1] = pair & 0xff00 ? s[2 * half + 1] : -infinity();
@@ -55,15 +56,15 @@ CUFLASH_DEVICE void hide(float (&s_acc)[1][tiles][4], const RowsLookedUp& mask) 
 
 // Turns a lane's raw products into logits with a bias.
 template <int tiles>
-CUFLASH_DEVICE void add_bias(float (&s_acc)[1][tiles][4], const RowsLookedUp& bias,
+CUFLASH_DEVICE void add_bias(float (&s_acc)[1][tiles][4], const RowLookUpTile& bias,
                              const Score& score) {
-  constexpr bool halves = sizeof(RowsLookedUp::Value) == 2;
+  constexpr bool halves = sizeof(RowLookUpTile::Value) == 2;
   const int thread = ptx::thread_index(), lane = thread % 32;
   const int slice = 16 * (thread / 32 % 4);
   const uint32_t first = ptx::shared_address(bias.rows);
   const auto join = [&](float& product, float value) { product = score.with_bias(product, value); };
   if constexpr (halves) {  // four 8x8 matrices are two tiles of an accumulator
-    const uint32_t at = first + RowsLookedUp::place(slice + lane % 16, lane / 16);
+    const uint32_t at = first + RowLookUpTile::chunk_offset(slice + lane % 16, lane / 16);
     unrolled<tiles / 2>([&](int j) {
       uint32_t pairs[4];
       ptx::ldmatrix_x4(pairs, (at ^ (2 * j % 8 << 4)) + 2 * j / 8 * 128);
@@ -75,10 +76,10 @@ CUFLASH_DEVICE void add_bias(float (&s_acc)[1][tiles][4], const RowsLookedUp& bi
     });
   } else {
     const int row = slice + lane / 4;
-    const uint32_t at = first + RowsLookedUp::place(row, lane % 4 / 2) + lane % 2 * 8;
+    const uint32_t at = first + RowLookUpTile::chunk_offset(row, lane % 4 / 2) + lane % 2 * 8;
     unrolled<tiles, 2>([&](int t, int half) {
       const uint32_t from = (at ^ (2 * t % 8 << 4)) + 2 * t / 8 * 128;
-      const float2 pair = ptx::load_shared_pair(from + half * 8 * RowsLookedUp::row_bytes);
+      const float2 pair = ptx::load_shared_pair(from + half * 8 * RowLookUpTile::row_bytes);
       join(s_acc[0][t][2 * half], pair.x);
       join(s_acc[0][t][2 * half + 1], pair.y);
     });

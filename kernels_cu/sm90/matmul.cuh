@@ -68,7 +68,7 @@ CUFLASH_DEVICE void for_columns(float (&acc)[1][tiles][4], Multiply multiply) {
 // Starts acc = A . B^T, for as many rows of B as acc has columns.
 template <typename ATile, typename BTile, int tiles>
 CUFLASH_DEVICE void start_transposed_product(float (&acc)[1][tiles][4], uint64_t a, uint64_t b) {
-  static_assert(tiles <= BTile::rows / 8 && ATile::columns == BTile::columns, "shapes");
+  static_assert(tiles <= BTile::rows / 8 && ATile::columns == BTile::columns, "shapes of A . B^T");
   ptx::wgmma_group(flat(acc), [&] {
     unrolled<ATile::columns * sizeof(Element) / 32>([&](int k) {
       // One product sums 32 bytes of a panel's row.
@@ -87,7 +87,7 @@ CUFLASH_DEVICE void start_transposed_product(float (&acc)[1][tiles][4], uint64_t
 template <typename BTile, int tiles, int steps>
 CUFLASH_DEVICE void start_transposed_product(float (&acc)[1][tiles][4],
                                              uint32_t (&a_frag)[1][steps][4], uint64_t b) {
-  static_assert(tiles <= BTile::rows / 8 && steps == BTile::columns / 16, "shapes");
+  static_assert(tiles <= BTile::rows / 8 && steps == BTile::columns / 16, "shapes of A . B^T");
   auto& a_registers = reinterpret_cast<uint32_t (&)[4 * steps]>(a_frag);
   ptx::pin(a_registers);
   ptx::wgmma_group(flat(acc), [&] {
@@ -116,7 +116,7 @@ CUFLASH_DEVICE void read_operand(uint32_t (&frag)[1][steps][4], const Tile& tile
 template <typename ATile, typename BTile, int tiles>
 CUFLASH_DEVICE void start_panel_product(float (&acc)[1][tiles][4], uint64_t a, uint64_t b,
                                         bool accumulates = false) {
-  static_assert(ATile::rows == BTile::rows && tiles <= BTile::columns / 8, "shapes");
+  static_assert(ATile::rows == BTile::rows && tiles <= BTile::columns / 8, "shapes of A^T . B");
   ptx::wgmma_group(flat(acc), [&] {
     unrolled<ATile::rows / 16>([&](int k) {
       ptx::wgmma_ss<Major::mn, Major::mn>(flat(acc), a + k * 128, b + k * 128,
@@ -128,7 +128,8 @@ CUFLASH_DEVICE void start_panel_product(float (&acc)[1][tiles][4], uint64_t a, u
 // Starts acc += A . B, which sums over the columns of one panel of A and the rows of B.
 template <typename ATile, typename BTile, int tiles>
 CUFLASH_DEVICE void start_shared_product(float (&acc)[1][tiles][4], uint64_t a, uint64_t b) {
-  static_assert(ATile::columns == 64 && BTile::rows == 64 && tiles == BTile::columns / 8, "shapes");
+  static_assert(ATile::columns == 64 && BTile::rows == 64 && tiles == BTile::columns / 8,
+                "shapes of A . B");
   ptx::wgmma_group(flat(acc), [&] {
     unrolled<4>([&](int k) {
       for_columns(acc, [&](auto& columns, int panel) {
@@ -144,7 +145,7 @@ CUFLASH_DEVICE void start_shared_product(float (&acc)[1][tiles][4], uint64_t a, 
 template <typename BTile, int first, int count, int tiles, int steps>
 CUFLASH_DEVICE void start_product_e4m3(float (&acc)[1][tiles][4], uint32_t (&a_frag)[1][steps][4],
                                        uint64_t b) {
-  static_assert(tiles == BTile::rows / 8 && steps == BTile::columns / 32, "shapes");
+  static_assert(tiles == BTile::rows / 8 && steps == BTile::columns / 32, "shapes of A . B^T");
   auto& a_registers = reinterpret_cast<uint32_t (&)[4 * steps]>(a_frag);
   ptx::pin(a_registers);
   ptx::wgmma_group(flat(acc), [&] {
@@ -159,8 +160,8 @@ CUFLASH_DEVICE void start_product_e4m3(float (&acc)[1][tiles][4], uint32_t (&a_f
 template <typename BTile, int first = 0, int count = BTile::rows / 16, int tiles, int steps>
 CUFLASH_DEVICE void start_product(float (&acc)[1][tiles][4], uint32_t (&a_frag)[1][steps][4],
                                   uint64_t b) {
-  static_assert(tiles == BTile::columns / 8 && steps <= BTile::rows / 16, "shapes");
-  static_assert(first + count <= steps, "A has them");
+  static_assert(tiles == BTile::columns / 8 && steps <= BTile::rows / 16, "shapes of A . B");
+  static_assert(first + count <= steps, "A has these steps");
   auto& a_registers = reinterpret_cast<uint32_t (&)[4 * steps]>(a_frag);
   ptx::pin(a_registers);
   ptx::wgmma_group(flat(acc), [&] {

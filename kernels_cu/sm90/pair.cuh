@@ -15,13 +15,15 @@ constexpr int tile_keys = 2 * Config::block_n;
 // odd, half of the middle one.
 constexpr int whole_panels = Config::head_dim / 128;
 constexpr bool shares_middle = Config::head_dim % 128 != 0;
-static_assert(Score::is_plain, "others take registers");
-static_assert(Config::block_m == 64 && Config::block_n == 64, "a warpgroup computes all scores");
-static_assert(Config::head_dim % 64 == 0 && Config::head_dim_v % 64 == 0, "whole panels");
+static_assert(Score::is_plain, "other scores need more registers");
+static_assert(Config::block_m == 64 && Config::block_n == 64,
+              "one warpgroup computes all scores of a block");
+static_assert(Config::head_dim % 64 == 0 && Config::head_dim_v % 64 == 0,
+              "head sizes are whole panels");
 
 // Does shared memory have room to stage dq of a block? If not, dq is added from registers.
 constexpr bool stages_dq = Config::head_dim < 256;
-static_assert(stages_dq || !shares_middle, "registers add whole panels");
+static_assert(stages_dq || !shares_middle, "additions from registers need whole panels");
 
 // Our staged columns of dq, in the layout of the sums: whole panels, then the middle one.
 struct StagedDq {
@@ -43,12 +45,12 @@ struct StagedDq {
 };
 
 // If registers add dq: passes the turn to them and back.
-struct TurnToAdd {
-  uint64_t come, taken;
+struct RegisterAddition {
+  uint64_t may_add, added;
 
   CUFLASH_DEVICE void init_barriers() {
-    init(come, 1);
-    init(taken, 4);
+    init(may_add, 1);
+    init(added, 4);
   }
 };
 
@@ -58,7 +60,7 @@ struct SharedMemory : DkvSharedMemory {
 
   OtherKTile other_k;  // keys of the other thread block, only our columns of dq
   DsTile ds, other_ds;
-  If<stages_dq, StagedDq, TurnToAdd> dq;
+  If<stages_dq, StagedDq, RegisterAddition> dq;
   uint64_t rows_raw[Config::num_stages];
   uint64_t ds_full, other_full, ds_empty;
   uint32_t rows_to_recompute[4];  // bit mask of the non-finite rows of dk of each warp
@@ -128,10 +130,10 @@ CUFLASH_DEVICE void walk_blocks(const BackwardParams& params, const Work& work, 
   for (int index = 0; index < params.grid.entries_per_owner; ++index) {
     const Score score(params.score, work.keys.entry(params, index));
     const BlockRanges blocks =
-        work.keys.own(score.q_blocks(work.tile().begin, work.tile().end), params);
+        work.keys.own_blocks(score.q_blocks(work.tile().begin, work.tile().end), params);
     LastRowsFirst walk(score, blocks, work.tile());
 #pragma unroll 1
-    for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
+    for (int block = walk.first(); walk.in_range(block); block = walk.next(block)) {
       visit(score, index, block, walk.masked(block));
     }
     finish();

@@ -19,7 +19,7 @@ struct Producer {
       const BatchIndex entry = work.keys.entry(params, index);
       const Score score(params.score, entry);
       const BlockRanges blocks =
-          work.keys.own(score.q_blocks(work.tile().begin, work.tile().end), params);
+          work.keys.own_blocks(score.q_blocks(work.tile().begin, work.tile().end), params);
       LastRowsFirst walk(score, blocks, work.tile());
       load_rows_of(*this, entry, score.seqlen, walk);
     }

@@ -10,14 +10,14 @@ namespace cuflash {
 // One addition of the tile to a block of queries of its owner's `index`-th entry.
 struct Addition {
   DqAccum sums;
-  DqSemaphore turns;
+  DqSemaphore semaphore;
   int block;
   int turn;
 
   CUFLASH_DEVICE Addition(const BackwardSm90Params& params, const Work& work, const Score& score,
                           int index, int block)
       : sums(params, work.keys.entry(params, index), work.sum(params)),
-        turns(params, work.keys, index, work.sum(params), 2),
+        semaphore(params, work.keys, index, work.sum(params), 2),
         block(block),
         turn(work.turn(params, score, block)) {}
 
@@ -49,7 +49,7 @@ struct Writer {
  private:
   CUFLASH_DEVICE void write(const Addition& own, uint32_t parity) const {
     wait(dq.full[writer], parity);
-    add_in_turn(own.turns, own.place(), own.turn, dq.empty[writer], [&] {
+    add_in_turn(own.semaphore, own.place(), own.turn, dq.empty[writer], [&] {
       const int slices = own.slices();
       const bool is_first = own.turn == 0;
 #pragma unroll
@@ -68,9 +68,9 @@ struct Writer {
 };
 
 // Tells the warpgroup that adds from registers when its turn has come, and passes the turn on.
-struct TurnKeeper {
+struct SemaphoreWarp {
   const BackwardSm90Params& params;
-  TurnToAdd& dq;
+  RegisterAddition& dq;
 
   CUFLASH_DEVICE void run(const Work& work) const {
     Ring<1> ring;
@@ -79,11 +79,11 @@ struct TurnKeeper {
         [&](const Score& score, int index, int block, bool) {
           const Addition own(params, work, score, index, block);
           if (Config::deterministic || own.turn > 0) {
-            own.turns.await(own.place(), Config::deterministic ? own.turn : 1);
+            own.semaphore.wait(own.place(), Config::deterministic ? own.turn : 1);
           }
-          arrive_if(dq.come, true);
-          wait(dq.taken, ring.full_parity());
-          if (Config::deterministic || own.turn == 0) own.turns.pass_on(own.place(), own.turn);
+          arrive_if(dq.may_add, true);
+          wait(dq.added, ring.full_parity());
+          if (Config::deterministic || own.turn == 0) own.semaphore.release(own.place(), own.turn);
           ring.advance();
         },
         [] {});
@@ -91,13 +91,13 @@ struct TurnKeeper {
 };
 
 // Called by one thread of each warp of the first warpgroup that does not load.
-CUFLASH_DEVICE void wait_for_turns(const BackwardSm90Params& params, const Work& work, int warp,
-                                   StagedDq& dq) {
+CUFLASH_DEVICE void run_dq_warps(const BackwardSm90Params& params, const Work& work, int warp,
+                                 StagedDq& dq) {
   if (warp == 1 || warp == 2) Writer{params, dq, warp - 1u}.run(work);
 }
-CUFLASH_DEVICE void wait_for_turns(const BackwardSm90Params& params, const Work& work, int warp,
-                                   TurnToAdd& dq) {
-  if (warp == 1) TurnKeeper{params, dq}.run(work);
+CUFLASH_DEVICE void run_dq_warps(const BackwardSm90Params& params, const Work& work, int warp,
+                                 RegisterAddition& dq) {
+  if (warp == 1) SemaphoreWarp{params, dq}.run(work);
 }
 
 }  // namespace cuflash

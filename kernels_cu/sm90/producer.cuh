@@ -17,7 +17,7 @@ struct Producer {
   Ring<2> work_ring;
   Ring<1> raw_ring;
   TileOrder order;
-  int turn;  // counts draws
+  int num_draws;
   Work work;
 
   // Uses no mbarrier, and so may run before they are initialised.
@@ -33,7 +33,7 @@ struct Producer {
     publish();
 #pragma unroll 1
     while (work.first_row >= 0) {
-      const Score score(params.score, work.entry, KeyPart::of_this_block(params).keys);
+      const Score score(params.score, work.entry, KeyPart::of_thread_block(params).keys);
       const Range rows{work.first_row, work.first_row + Config::block_m};
       const BlockRanges blocks = score.kv_blocks(rows.begin, rows.end);
       KeyWalk visited(score, blocks, rows);
@@ -109,8 +109,8 @@ struct Producer {
       return atomicInc(params.tile_counter, Work::num_tiles(params) - 1) + gridDim.x;
     }
     // Back and forth over the longest-first list, which evens out the falling lengths.
-    ++turn;
-    return turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+    ++num_draws;
+    return num_draws * gridDim.x + (num_draws % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
   }
 
   CUFLASH_DEVICE void load_q() {

@@ -6,17 +6,17 @@
 //   k/v_full     1* + bytes         k or v of a block has arrived (e4m3 v: `transposers` arrivals)
 //   k/v_empty    consumers          every warpgroup has multiplied with the block: load the next
 //   v_raw        1 + bytes          v of a block has arrived, and some rows must be cleared
-//   rows.v_full  1* + bytes         e4m3: v of a block has arrived, before its transposition
-//   rows.v_empty transposers        this v was transposed into the ring of v: load the next
+//   untransposed.v_full:   1* + bytes, e4m3: v of a block has arrived, before its transposition
+//   untransposed.v_empty:  transposers, this v was transposed into the ring of v: load the next
 //   o_full       4 (warps)          64 rows of out are staged: store them
 //   work_full    1                  the next tile is drawn
 //   work_empty   readers (warps)    every reader has a copy of the tile: draw the next
 //   dependency   -                  no thread waits: see pin_before_wait() in sm90/weights.cuh
 //
 // * v has `reader_arrivals` instead of 1, because the warp may clear rows.
-// Named barriers: `turn` passes the right to start products from warpgroup to warpgroup
-// (ping-pong), so that the softmax of one runs under the products of the next. `together` joins the
-// threads of one warpgroup.
+// Named barriers: those of ping-pong pass the right to start products from warpgroup to warpgroup,
+// so that the softmax of one runs under the products of the next. first_warpgroup_barrier and the
+// following ones join the threads of one warpgroup.
 #pragma once
 
 #include "schedule/pipeline.cuh"
@@ -36,8 +36,9 @@ constexpr bool stages_out = Config::num_q_stages == 2 && Config::out_dtype == Co
 constexpr int transposers = is_fp8 ? 3 : 0;
 constexpr int first_pingpong_barrier = 1,
               first_warpgroup_barrier = first_pingpong_barrier + consumers;  // 0 is __syncthreads
-static_assert(Config::num_threads == 128 * (consumers + 1), "one producer warpgroup");
-static_assert(!Config::split_keys || !is_packed, "a thread block has one part of one tile");
+static_assert(Config::num_threads == 128 * (consumers + 1),
+              "one producer warpgroup, the others are consumers");
+static_assert(!Config::split_keys || !is_packed, "a thread block computes one split of one tile");
 
 // One tile of queries.
 struct Work {
@@ -67,12 +68,12 @@ struct Work {
 
 // Buffers of v of e4m3 before its transposition.
 template <bool enabled>
-struct RowsOfV {
+struct UntransposedV {
   PanelTile<Config::block_n, Config::head_dim_v> v[Config::num_stages];
   uint64_t v_full[Config::num_stages], v_empty[Config::num_stages];
 };
 template <>
-struct RowsOfV<false> {};
+struct UntransposedV<false> {};
 
 struct SharedMemory {
   using QTile = PanelTile<Config::block_m, Config::head_dim>;
@@ -83,7 +84,7 @@ struct SharedMemory {
   QTile q[Config::num_q_stages];
   KTile k[Config::num_stages];
   VTile v[Config::num_stages];
-  RowsOfV<is_fp8> rows;
+  UntransposedV<is_fp8> untransposed;
   LookUps<looks_up> look_ups;
   uint64_t q_full[Config::num_q_stages], q_empty[Config::num_q_stages];
   uint64_t k_full[Config::num_stages], k_empty[Config::num_stages];
@@ -100,7 +101,7 @@ struct SharedMemory {
 template <typename Memory>
 CUFLASH_DEVICE auto& v_buffers(Memory& smem) {
   if constexpr (is_fp8) {
-    return smem.rows;
+    return smem.untransposed;
   } else {
     return smem;
   }

@@ -22,7 +22,7 @@ template <bool enabled>
 struct SlopeTiles {
   using Numbers = PanelTile<16, Config::block_n>;
   using Columns = PanelTile<8, 64>;
-  static_assert(Config::block_n <= 256, "numbers that bfloat16 has");
+  static_assert(Config::block_n <= 256, "bfloat16 represents integers up to 256");
 
   Numbers numbers;
   Columns columns[Config::block_m / 64];

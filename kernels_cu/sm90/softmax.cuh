@@ -47,8 +47,8 @@ struct SplitSoftmax : OnlineSoftmax<1> {
     }
   }
 
-  // If weights have outgrown a reference, it is raised to the largest of them. 16-bit
-  // weights outgrow it by more than a factor of 2^8, e4m3 weights by their sum. Rows whose weights
+  // If weights have outgrown a reference, it is raised to the largest of them. 16-bit weights
+  // outgrow it by more than a factor of 2^8, e4m3 weights by their sum. Rows whose weights
   // overflowed, or may have vanished in the first visible block, are `lost` and stay unchanged.
   //
   // The largest weight of e4m3 becomes a power of two, which is exact: 2^8 if it is nearly all of

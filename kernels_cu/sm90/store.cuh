@@ -150,7 +150,7 @@ CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex
                                const float (&o_acc)[1][o_tiles][4], uint32_t rows_to_recompute,
                                uint32_t without_lse) {
   if constexpr (Config::out_dtype == Dtype::float32) {
-    const RowTarget to(KeyPart::of_this_block(params).out(params), params.out_layout, entry,
+    const RowTarget to(KeyPart::of_thread_block(params).out(params), params.out_layout, entry,
                        seqlen.first_q, params.head_dim_v, Config::head_dim_v);
     store_slice(to, first_row, seqlen.rows_q - first_row, 1, o_acc[0]);
   } else {

@@ -14,7 +14,7 @@ namespace cuflash {
 // are thus its part of the other operand without an exchange. (D172)
 struct Transposer {
   uint32_t from, to;  // offsets at which this lane reads and writes; the chunk is added by xor
-  uint32_t one, other;
+  uint32_t first_selector, second_selector;
 
   CUFLASH_DEVICE Transposer() {
     const int lane = lane_index(), pair = lane % 8, kind = lane / 8 % 2;
@@ -23,8 +23,8 @@ struct Transposer {
     // the other kind the rest. The eight rows of either kind then fall on all banks.
     const int column = 2 * pair + (kind ^ (pair >= 4));
     to = 128 * column + 16 * (column % 8 ^ lane / 16);
-    one = lane < 16 ? 0x6420 : 0x7531;  // even and odd bytes of two pairs
-    other = lane < 16 ? 0x7531 : 0x6420;
+    first_selector = lane < 16 ? 0x6420 : 0x7531;  // even and odd bytes of two pairs
+    second_selector = lane < 16 ? 0x7531 : 0x6420;
   }
 
   template <typename Rows, typename Columns>
@@ -36,9 +36,10 @@ struct Transposer {
     for (int i = 0; i < Rows::rows / 32; ++i) {
       uint32_t pairs[4];  // two columns by two keys, of every 8 keys
       ptx::ldmatrix_x4_trans(pairs, read + 4096 * i);
-      ptx::stmatrix_x4(written + (to ^ 32 * i), __byte_perm(pairs[0], pairs[1], one),
-                       __byte_perm(pairs[0], pairs[1], other), __byte_perm(pairs[2], pairs[3], one),
-                       __byte_perm(pairs[2], pairs[3], other));
+      ptx::stmatrix_x4(written + (to ^ 32 * i), __byte_perm(pairs[0], pairs[1], first_selector),
+                       __byte_perm(pairs[0], pairs[1], second_selector),
+                       __byte_perm(pairs[2], pairs[3], first_selector),
+                       __byte_perm(pairs[2], pairs[3], second_selector));
     }
   }
 };
@@ -60,16 +61,16 @@ CUFLASH_DEVICE void transpose_values(const ForwardSm90Params& params, SharedMemo
 #pragma unroll 1
     for (; warp_any(block >= blocks.begin); block = visited.next_before(block)) {
       const int stage = ring.stage();
-      wait(smem.rows.v_full[stage], ring.full_parity());
+      wait(smem.untransposed.v_full[stage], ring.full_parity());
       wait(smem.v_empty[stage], ring.empty_parity());
       __syncwarp();
 #pragma unroll 1
       for (int part = warp; part < Config::head_dim_v / 16; part += transposers) {
-        transposer.run(smem.rows.v[stage], smem.v[stage], part);
+        transposer.run(smem.untransposed.v[stage], smem.v[stage], part);
       }
       ptx::fence_async_proxy();  // products will read what these lanes wrote
       arrive_as_warp(smem.v_full[stage]);
-      arrive_as_warp(smem.rows.v_empty[stage]);
+      arrive_as_warp(smem.untransposed.v_empty[stage]);
       ring.advance();
     }
   }

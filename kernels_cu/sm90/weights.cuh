@@ -35,14 +35,14 @@ CUFLASH_DEVICE void exponentiate_capped(float (&s_acc)[1][tiles][4], SplitSoftma
   using Part = CappedExponents<tiles>;
   constexpr int pinned = tiles * Config::overlap_quarters / 4;
   Part parts[2];
-  parts[0].form(s_acc, 0, of_row);
+  parts[0].form_near(s_acc, 0, of_row);
   float sum = 0.0f;
   unrolled<tiles / Part::count>([&](int number) {
     Part& part = parts[number % 2];
     const int begin = number * Part::count, end = begin + Part::count;
-    part.mend(s_acc, begin, of_row, sum);
+    part.correct_far(s_acc, begin, of_row, sum);
     sum = softmax.block_sum[0] + softmax.block_sum[1];
-    if (end < tiles) parts[(number + 1) % 2].form(s_acc, end, of_row);
+    if (end < tiles) parts[(number + 1) % 2].form_near(s_acc, end, of_row);
     softmax.exponentiate(s_acc, begin, end, [&](float, int t, int i) {
       const bool is_seen = edge == Edge::none || seen.of_row[i / 2].contains(t, i % 2);
       return is_seen ? part.exponents[t - begin][i] : -infinity();

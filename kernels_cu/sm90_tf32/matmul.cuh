@@ -26,7 +26,7 @@ struct Tf32Parts {
         part[1][i] = split.low[i];
       });
     } else {
-      unrolled<count>([&](int i) { part[0][i] = for_tf32(x[i]); });
+      unrolled<count>([&](int i) { part[0][i] = to_tf32_operand(x[i]); });
     }
   }
 
@@ -41,7 +41,7 @@ struct SharedOperand {
   uint64_t part[operand_parts];
 
   CUFLASH_DEVICE explicit SharedOperand(const Tile (&tiles)[operand_parts], int first_row = 0) {
-    static_assert(Tile::row_bytes == 128, "the swizzle of the descriptor");
+    static_assert(Tile::row_bytes == 128, "smem_descriptor has the 128-byte swizzle");
     unrolled<operand_parts>([&](int p) {
       part[p] = ptx::smem_descriptor(ptx::shared_address(tiles[p].data) + first_row * 128, 16);
     });
@@ -79,7 +79,7 @@ CUFLASH_DEVICE void multiply_in_parts(float (&acc)[1][tiles][4], const RowsReade
                                       const SharedOperand<BTile>& b) {
   constexpr int buffers = tiles <= 4 && holds_two ? 2 : 1, steps = ATile::columns / 16;
   constexpr int parts = steps / part_steps;
-  static_assert(parts * part_steps == steps && parts >= 2, "whole parts");
+  static_assert(parts * part_steps == steps && parts >= 2, "the sum has two or more whole parts");
   float part[buffers][4 * tiles];
   Tf32Parts<4> frag[2][2];
   const auto take = [&](int index) { take_part(&acc[0][0][0], part[index % buffers], index == 0); };
@@ -148,7 +148,7 @@ CUFLASH_DEVICE void multiply_once(float (&acc)[1][tiles][4], const RowsReader<AT
 template <int part_columns, bool holds_two, int tiles, typename ATile, typename BTile>
 CUFLASH_DEVICE void multiply_transposed(float (&acc)[1][tiles][4], const RowsReader<ATile>& a,
                                         const SharedOperand<BTile>& b) {
-  static_assert(ATile::columns == BTile::columns && BTile::rows == 8 * tiles, "shapes");
+  static_assert(ATile::columns == BTile::columns && BTile::rows == 8 * tiles, "shapes of A . B^T");
   if constexpr (uses_3xtf32) {
     multiply_in_parts<part_columns / 16, holds_two>(acc, a, b);
   } else {
@@ -160,8 +160,8 @@ CUFLASH_DEVICE void multiply_transposed(float (&acc)[1][tiles][4], const RowsRea
 template <int tiles, typename ATile, typename BTile>
 CUFLASH_DEVICE void multiply_transposed(float (&acc)[1][tiles][4], const SharedOperand<ATile>& a,
                                         const SharedOperand<BTile>& b) {
-  static_assert(ATile::columns == BTile::columns && BTile::rows == 8 * tiles, "shapes");
-  static_assert(operand_parts == 1, "small terms are summed apart");
+  static_assert(ATile::columns == BTile::columns && BTile::rows == 8 * tiles, "shapes of A . B^T");
+  static_assert(operand_parts == 1, "operands have one TF32 part");
   auto& sums = reinterpret_cast<float (&)[4 * tiles]>(acc);
   ptx::wgmma_group(sums, [&] {
     unrolled<ATile::columns / 8>(
@@ -204,9 +204,9 @@ CUFLASH_DEVICE void multiply_columns(float (&acc)[32], Tf32Parts<4> (&a)[steps],
 template <int part_rows = 64, typename BTile, int tiles, int steps>
 CUFLASH_DEVICE void multiply_sums(float (&acc)[1][tiles][4], const float (&a)[1][steps][4],
                                   const BTile (&b)[operand_parts]) {
-  static_assert(BTile::rows == 8 * tiles && BTile::columns == 8 * steps, "shapes");
+  static_assert(BTile::rows == 8 * tiles && BTile::columns == 8 * steps, "shapes of A . B^T");
   constexpr int count = uses_3xtf32 && part_rows < 8 * steps ? part_rows / 8 : steps;
-  static_assert(steps % count == 0, "whole parts");
+  static_assert(steps % count == 0, "the sum has whole parts");
   Tf32Parts<4> parts[steps];
   unrolled<steps>([&](int k) {
     const float frag[4] = {a[0][k][0], a[0][k][2], a[0][k][1], a[0][k][3]};

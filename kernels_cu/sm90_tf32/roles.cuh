@@ -13,7 +13,7 @@
 
 namespace cuflash {
 
-static_assert(Config::split_columns == 1, "a consumer has all columns of its rows");
+static_assert(Config::split_columns == 1, "a thread block computes all columns of its rows");
 
 constexpr int consumers = 2;  // warpgroups, of 64 rows each; register counts assume two
 

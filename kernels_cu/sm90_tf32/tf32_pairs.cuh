@@ -27,7 +27,7 @@ struct ColumnSource {
 
 template <int width, int rows>
 struct Tf32PairColumn {
-  static_assert(width == 64 || width == 128, "a warpgroup takes whole rows");
+  static_assert(width == 64 || width == 128, "128 threads cover one or two rows");
   static constexpr int sharers = 128 / width;        // threads of a column
   static constexpr int groups = rows / 8 / sharers;  // groups of eight rows of a thread
 
@@ -39,7 +39,7 @@ struct Tf32PairColumn {
     const int own_row = 8 * first_group();
     hidden >>= own_row;
     first_row += own_row;
-    const int64_t row_stride = ptx::renewed(source.row_stride);
+    const int64_t row_stride = ptx::opaque_value(source.row_stride);
     const float* at = source.data + first_row * row_stride;
     const Range own = valid.relative_to(first_row);
     const int count = source.exists ? own.end - own.begin : 0;

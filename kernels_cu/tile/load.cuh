@@ -54,7 +54,8 @@ CUFLASH_DEVICE void load_tile(Tile& tile, const Source& source, int first_row, R
   constexpr int chunks = Tile::rows * Tile::row_chunks;  // in a panel
   constexpr int steps = (chunks + num_threads - 1) / num_threads;
   constexpr int row_step = num_threads / Tile::row_chunks;
-  static_assert(num_threads % Tile::row_chunks == 0, "a thread keeps its column in every step");
+  static_assert(num_threads % Tile::row_chunks == 0,
+                "a thread copies the same column in every step");
   const int thread = ptx::thread_index();
   const int chunk = thread % Tile::row_chunks;
   const int thread_row = thread / Tile::row_chunks;

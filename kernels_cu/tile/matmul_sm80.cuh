@@ -33,7 +33,7 @@ CUFLASH_DEVICE void multiply_tf32(float (&acc)[4], const uint32_t (&a)[8], const
 
 // Tensor cores truncate a float32 to the 11 significant bits of TF32. This factor makes up for the
 // loss on average. A number that has no more bits keeps its value. (D35)
-CUFLASH_DEVICE uint32_t for_tf32(float x) {
+CUFLASH_DEVICE uint32_t to_tf32_operand(float x) {
   constexpr float factor = 1 + 0.72f / 2048;
   return __float_as_uint(x * factor);
 }
@@ -47,9 +47,9 @@ CUFLASH_DEVICE void multiply_fragments(float (&acc)[4], const uint32_t (&a)[4], 
 CUFLASH_DEVICE void multiply_fragments(float (&acc)[4], const float (&a)[8], const float* b) {
   uint32_t left[8], right[4];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) left[i] = for_tf32(a[i]);
+  for (int i = 0; i < 8; ++i) left[i] = to_tf32_operand(a[i]);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) right[i] = for_tf32(b[i]);
+  for (int i = 0; i < 4; ++i) right[i] = to_tf32_operand(b[i]);
   multiply_tf32(acc, left, right);
 }
 
@@ -164,7 +164,7 @@ CUFLASH_DEVICE void multiply_reading_ahead(Real (&acc)[slices][BTile::rows / 8][
 template <int part_columns = columns_of_a_score, int slices, typename ATile, typename BTile>
 CUFLASH_DEVICE void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
                                         const RowsReader<ATile>& a, const ColumnsReader<BTile>& b) {
-  static_assert(ATile::columns == BTile::columns, "the summed width");
+  static_assert(ATile::columns == BTile::columns, "A and B have the same summed width");
   if constexpr (uses_3xtf32) {
     // Widths of 32 and 96 take parts of 16 columns: 32 for the sake of two parts, 96 because
     // registers hold no more.

@@ -103,7 +103,7 @@ CUFLASH_DEVICE void transpose_quad(uint32_t (&x)[4]) {
 template <int tiles>
 CUFLASH_DEVICE void store_slice_wide(const RowTarget& target, int first_row, int num_rows,
                                      float factor, const float (&acc)[tiles][4]) {
-  static_assert(tiles % 4 == 0, "a quad holds 8 columns of each");
+  static_assert(tiles % 4 == 0, "a quad stores four tiles together");
   if constexpr (sizeof(RowTarget::Value) == 2) {
     if (target.takes_chunks()) {
       const int lane = ptx::thread_index() % 32;  // read here: no register holds it before (D85)

@@ -11,7 +11,7 @@ inline int cluster_index() { return blockIdx.x / host::cluster_blocks; }
 inline uint32_t cluster_rank() { return blockIdx.x % host::cluster_blocks; }
 inline int cluster_size() { return host::cluster_blocks; }
 inline void launch_dependents() {}
-inline void wait_for_kernel_before() {}
+inline void wait_for_previous_kernel() {}
 inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - smem_bytes);
 }

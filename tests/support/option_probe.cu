@@ -39,7 +39,7 @@ __device__ void probe_entry(const ScoreParams& params, int number, const Probed&
               (first <= score.near_offset + m ? step : -step) * static_cast<float>(n - first);
         }
         const float near = row(product);
-        to.exponents[at] = Config::softcap ? row.of_any(product, near) : near;
+        to.exponents[at] = Config::softcap ? row.exact_exponent(product, near) : near;
       } else {
         to.exponents[at] = 0.0f;
       }

@@ -6,7 +6,7 @@
 namespace cuflash {
 
 // Writes out 0 and lse -inf. Called by one warp of each thread block.
-CUFLASH_DEVICE void clear_unowned_rows(const ForwardSm90Params& params) {
+CUFLASH_DEVICE void clear_rows_outside_sequences(const ForwardSm90Params& params) {
   const Packing queries = Packing::of_queries(params.score);
   const int begin = queries.begin(0), end = max(queries.begin(queries.num_sequences), begin);
   const int rows = begin + queries.total - end, lane = lane_index();

@@ -23,21 +23,21 @@ from support.host_device import COMPILER, SUPPORT, HostDevice
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
-class UnownedRowsConfig(ForwardSm90Config):
+class RowsOutsideSequencesConfig(ForwardSm90Config):
     """The one warp of Hopper's forward that writes these rows."""
 
-    kernel = "unowned_rows"
+    kernel = "rows_outside_sequences"
 
     @property
     def source(self) -> str:
-        return str(SUPPORT / "unowned_rows_probe.cu")
+        return str(SUPPORT / "rows_outside_sequences_probe.cu")
 
 
 @pytest.mark.parametrize("dtype", [bfloat16, np.float16, np.float32])
 def test_rows_of_no_sequence_are_zero(tmp_path: Path, dtype: Any) -> None:
     """Rows of no sequence are 0 in every column and dtype, and other rows stay unchanged."""
     device, ends = HostDevice(tmp_path), np.array([4, 4, 9, 16], np.int32)
-    (config,) = UnownedRowsConfig.chosen(request_for(dtype, ends))
+    (config,) = RowsOutsideSequencesConfig.chosen(request_for(dtype, ends))
     device.compile(config, 0)
     ((_, run),) = device.kernels
     for head_dim in (8, 72, 256):
