@@ -332,8 +332,8 @@ struct Consumer : DkvWarpgroup<64> {
     return {score, {first_row + first, first_key}};
   }
 
-  // Products start in two turns for each part: dk of the previous part with the scores of this one,
-  // then dv with dp.
+  // Products start in two ping-pong turns for each part: dk of the previous part with the scores of
+  // this one, then dv with dp.
   CUFLASH_DEVICE void add_block(const Score& score, int first_row, int first_key, bool masked) {
     const Ring<2> ds_ring{ring.uses};
 #pragma unroll

@@ -31,7 +31,7 @@ struct LookUpTile {
   }
 };
 
-// The first value of an entry, and the stride of its rows.
+// The mask or bias values of a batch entry, and the stride of their rows.
 CUFLASH_DEVICE auto look_up_values(const Score& score) {
   if constexpr (loads_mask) {
     return score.params.mask + score.mask_offset;
