@@ -31,28 +31,27 @@ struct VisitedBlocks {
 
   // The first visited block from `block` on, or ranges.end or more if there is none.
   CUFLASH_DEVICE int first_from(int block) {
-    if (segmented && warp_any(block < ranges.end)) classify_chunk(block);
+    if (segmented && warp_any(block < ranges.end)) classify(block);
     return find_up(block);
   }
 
   // The next visited block after `block`, which the previous call returned.
   CUFLASH_DEVICE int next_after(int block) {
     ++block;
-    if (segmented && warp_any(block % chunk == 0 && block < ranges.end)) classify_chunk(block);
+    if (segmented && warp_any(block % chunk == 0 && block < ranges.end)) classify(block);
     return find_up(block);
   }
 
   // The last visited block from `block` downwards, or less than ranges.begin if there is none.
   CUFLASH_DEVICE int last_from(int block) {
-    if (segmented && warp_any(block >= ranges.begin)) classify_chunk(block);
+    if (segmented && warp_any(block >= ranges.begin)) classify(block);
     return find_down(block);
   }
 
   // The next visited block below `block`, which the previous call returned.
   CUFLASH_DEVICE int next_before(int block) {
     --block;
-    if (segmented && warp_any(block % chunk == chunk - 1 && block >= ranges.begin))
-      classify_chunk(block);
+    if (segmented && warp_any(block % chunk == chunk - 1 && block >= ranges.begin)) classify(block);
     return find_down(block);
   }
 
@@ -74,7 +73,7 @@ struct VisitedBlocks {
         const uint32_t rest = (bits & 0xffff) >> block % chunk;
         if (warp_any(rest != 0)) return block + __ffs(rest) - 1;
         block = (block / chunk + 1) * chunk;
-        classify_chunk(block);
+        classify(block);
       }
     }
     return block;
@@ -87,15 +86,15 @@ struct VisitedBlocks {
         const uint32_t rest = bits << (31 - block % chunk);
         if (warp_any(rest != 0)) return block - __clz(rest);
         block = block / chunk * chunk - 1;
-        classify_chunk(block);
+        classify(block);
       }
     }
     return block;
   }
 
-  // Judges the chunk that `block` is in. Lanes 0 to 15 ask for each block whether it is visited,
-  // lanes 16 to 31 whether it and the tile hold the same single id.
-  CUFLASH_DEVICE void classify_chunk(int block) {
+  // Classifies the blocks of the chunk that `block` is in. Lanes 0 to 15 ask for each block whether
+  // it is visited, lanes 16 to 31 whether it and the tile hold the same single id.
+  CUFLASH_DEVICE void classify(int block) {
     block += lane_index() % chunk - block % chunk;
     const bool exists = block >= ranges.begin && block < ranges.end;
     const int begin = exists ? block * block_size : 0;

@@ -137,8 +137,9 @@ struct LazySoftmax {
   CUFLASH_DEVICE void raise_reference(Real maximum, int s, int half,
                                       Real (&o_acc)[slices][out_tiles][4], const Score& score) {
     const Real before = row_reference[s][half];
-    if (exceeds(maximum - before, max_exponent))
+    if (exceeds(maximum - before, max_exponent)) {
       row_reference[s][half] = (maximum + to_32nds) - to_32nds;
+    }
     const Real rescale = power(score.exponent_between(before, row_reference[s][half]));
     row_sum[s][half] *= rescale;
     scale_row(o_acc[s], half, rescale);

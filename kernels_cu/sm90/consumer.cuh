@@ -23,8 +23,9 @@ struct Consumer {
 
   // Computes all tiles of this thread block.
   CUFLASH_DEVICE void run() {
-    if (uses_pingpong && warpgroup == consumers - 1)
+    if (uses_pingpong && warpgroup == consumers - 1) {
       ptx::named_barrier_arrive(first_pingpong_barrier, 256);
+    }
 #pragma unroll 1
     for (;; q_ring.advance()) {
       const Work work = receive_work(smem, Ring<2>{q_ring.uses});
