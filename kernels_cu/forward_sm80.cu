@@ -21,6 +21,7 @@ namespace cuflash {
 
 constexpr int own_columns = Config::head_dim_v / Config::split_columns;
 static_assert(own_columns % 16 == 0, "one product has 16 columns");
+static_assert(!Config::clusters || Config::split_columns == 1, "a cluster has all columns");
 
 struct SharedMemory : BlockPlaces<Config::paged>, ReceivedRows<Config::clusters> {
   using QTile = OperandTile<Config::block_m, Config::head_dim>;

@@ -161,6 +161,21 @@ def test_rows_are_dealt_out_to_the_blocks_of_a_cluster(
     assert clusters.launched == ["cuflash_forward_sm80"]
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
+def test_a_cluster_has_all_columns_and_fits(arch: str) -> None:
+    """Where shared memory is too small for that, the keys are not split among a cluster."""
+    device = hardware.typical(arch)
+    found = set()
+    for dtype, d, d_v in itertools.product((np.float16, np.float32), (64, 128, 256), (64, 128)):
+        q, k, v = (np.zeros((1, 2, n, w), dtype) for n, w in ((1, d), (512, d), (512, d_v)))
+        for step in choose(describe(q, k, v, cuflash.Options()), device):
+            if getattr(step.config, "clusters", False):
+                assert step.config.split_columns == 1
+                assert step.config.smem_bytes <= device.limits.block_smem
+            found.add(getattr(step.config, "clusters", False))
+    assert True in found
+
+
 @pytest.mark.full
 def test_a_tile_of_96_rows(clusters: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of 96 rows is within the budget, over as few keys as a cluster splits here."""

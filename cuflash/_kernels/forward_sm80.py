@@ -126,6 +126,8 @@ class ForwardConfig(KernelConfig):
         own["split_columns"] = portable.split(own["head_dim_v"], columns)
         values = portable.candidates(cls, ROWS, request, own, general=general)
         if cls.draft(values[-1]).smem_bytes > request.smem_limit:
+            if own.get("clusters"):  # a thread block of a cluster has all columns of its rows
+                return cls.chosen(request._replace(clusters=False))
             narrower = portable.split(own["head_dim_v"], columns // 2)
             values.append(values[-1] | {"split_columns": narrower})
         found = portable.fitting(cls, values, request.smem_limit)

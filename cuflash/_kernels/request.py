@@ -30,6 +30,7 @@ class Request(NamedTuple):
     grad_dtype: np.dtype[Any] | None = None  # dtype of dq, dk and dv; None: the dtype of q
     tensor_maps: bool = True  # can the driver encode tensor maps (CUDA 12)?
     look_up_bits: int = 0  # low four bits of the addresses of bias and mask, or-ed
+    clusters: bool = True  # may the thread blocks of a cluster share the keys of a tile?
     simt: bool = False  # must CUDA cores multiply: no tensor cores for the dtype, or no tile fits?
 
     @property

@@ -100,7 +100,7 @@ def in_clusters(request: Request) -> bool:
     They do where all tiles run at once, with one thread block on each SM.
     """
     problem, bounds = request.problem, IN_CLUSTERS[not few(request.problem)]
-    if request.capability < 90 or not request.tensor_maps or request.simt:
+    if request.capability < 90 or not request.tensor_maps or request.simt or not request.clusters:
         return False
     if problem.dtype == E4M3:  # these operands are dequantised first
         return False

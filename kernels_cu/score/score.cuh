@@ -249,13 +249,13 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
 
   // Does the slope make weights of these keys more than 2^64 times the weights of the keys that
   // were visited just before? Or is it too large for tensor cores to add to products, because they
-  // round the sums? All these keys lie on one side of the diagonal.
+  // round the sums, or is the scale 0? All these keys lie on one side of the diagonal.
   CUFLASH_DEVICE bool is_steep(Range rows, Range keys) const {
     if constexpr (Config::alibi_slopes == Dtype::none) return false;
     const Real step = slope * static_cast<Real>(keys.end - keys.begin) * log2_e;
     const bool approaches_diagonal = !goes_outwards && keys.begin > near_offset + rows.begin;
     if ((approaches_diagonal ? step : -step) > 64) return true;
-    return multiplies_slopes && !(fabs(step) <= 512 && fabs(step) <= 0x1p13f * fabs(scale_log2()));
+    return multiplies_slopes && !(fabs(step) <= 512 && fabs(step) < 0x1p13f * fabs(scale_log2()));
   }
 
   // |q + offset - k|, which a slope multiplies.

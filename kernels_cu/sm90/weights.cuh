@@ -61,7 +61,8 @@ CUFLASH_DEVICE void capped_softmax(float (&s_acc)[1][tiles][4], SplitSoftmax& so
   unrolled<2>([&](int half) {
     float largest = -infinity();
     unrolled<tiles, 2>([&](int t, int i) {
-      const float uncapped = s_acc[0][t][2 * half + i] * score.scale();
+      // A visible product of -inf is a score: the softcap makes it -cap.
+      const float uncapped = fmaxf(s_acc[0][t][2 * half + i] * score.scale(), -largest_float);
       const bool is_seen = edge == Edge::none || seen.of_row[half].contains(t, i);
       largest = fmaxf(largest, is_seen ? uncapped : -infinity());
     });
