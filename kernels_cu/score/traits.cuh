@@ -90,10 +90,6 @@ struct ScoreTraits {
                                             Config::cu_seqlens == Dtype::none &&
                                             Config::head_dim <= 128;
 
-  // Then, does a tile visit keys from the diagonal to both ends? (sm90/outward_blocks.cuh)
-  static constexpr bool goes_outwards =
-      multiplies_slopes && !Config::window_left && !Config::window_right;
-
   // Does a softcap alone make exponents of products? Then the largest product has the largest
   // logit.
   static constexpr bool is_capped_product = exponent_of_product && is_capped;

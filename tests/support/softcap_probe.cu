@@ -1,6 +1,6 @@
 // Calls the softmax of Hopper's forward under a softcap, by one warp, on a block whose products all
-// have the value lse[0]. Row r of the warp is query r; the keys begin at `lse[1]`. Writes lse of row 0
-// to lse[0].
+// have the value lse[0]. Row r of the warp is query r; the keys begin at `lse[1]`. Writes lse of
+// row 0 to lse[0].
 #include "sm90/weights.cuh"
 
 extern "C" __global__ void __launch_bounds__(32)
