@@ -27,6 +27,7 @@ import cuflash
 from cuflash import reference
 from cuflash._kernels.portable import padded
 from cuflash._problem.option_table import of_stages
+from cuflash._problem.problem import HALVES
 from cuflash.testing._budget import Budget
 from support import derivatives, memory
 from support.problems import (
@@ -479,7 +480,9 @@ def test_p13_packed_sequences(xp: ModuleType, data: st.DataObject) -> None:
 
     Gradients have these bits where the same kernels compute them. Two kinds of kernels take no
     packed sequences: Hopper's kernels of all gradients in one pass, and kernels of float64 in which
-    two warps share rows. The latter add the halves of a block in an order of their own.
+    two warps share rows. The latter add the halves of a block in an order of their own. Slopes of
+    16-bit calls on Hopper are added to products by tensor cores, except in packed sequences: the
+    sums are rounded at other places.
     """
     base = data.draw(
         calls(limits_of(xp), batches=((2, 3), (3, 2)), broadcast=False, group_sizes=(1, 2))
@@ -490,6 +493,8 @@ def test_p13_packed_sequences(xp: ModuleType, data: st.DataObject) -> None:
     budget.check_forward(result.out, result.lse)
     budget.check_backward(result.gradients, given=(result.out, result.lse))
     alone = run(xp, base)
+    if xp is not np and base.dtype in HALVES and "alibi_slopes" in base.options:
+        return
     assert alone.out.tobytes() == result.out.tobytes()
     assert alone.lse.tobytes() == result.lse.tobytes()
     score_math = {option.name for option in of_stages("cap", "add", "see", "weight")}

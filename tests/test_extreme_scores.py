@@ -1,14 +1,16 @@
-"""Which lse does a block of equal products have under a softcap on Hopper? By a C++ compiler."""
+"""Which results do infinite products have under a softcap, and slopes beside a scale of 0?"""
 
 from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
+import cuflash
 from cuflash import Options
 from cuflash._kernels import params as kernel_params
 from cuflash._kernels.forward_sm90 import ForwardSm90Config
@@ -18,9 +20,38 @@ from cuflash._problem.problem import describe
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuflash._launch import score_params
+from support import memory
 from support.host_device import COMPILER, SUPPORT, HostDevice
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+#: The elements of q and of k, and options.
+CASES: dict[str, tuple[float, float, dict[str, Any]]] = {
+    "products of -inf under a softcap": (1e20, -1e20, {"softcap": 100.0}),
+    "slopes beside a scale of 0": (1, 1, {"scale": 0.0, "alibi_slopes": np.array([0, 0.5])}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_extreme_scores_have_the_results_of_numpy(name: str, causal: bool) -> None:
+    import cupy
+
+    q_element, k_element, options = CASES[name]
+    q = np.full((1, 2, 200, 64), q_element, bfloat16)
+    k = np.full((1, 2, 300, 64), k_element, bfloat16)
+    v = np.random.default_rng(0).standard_normal(k.shape).astype(bfloat16)
+    results = []
+    for xp in (np, cupy):
+        given = {
+            key: memory.to_device(xp, value) if isinstance(value, np.ndarray) else value
+            for key, value in options.items()
+        }
+        arrays = (memory.to_device(xp, array) for array in (q, k, v))
+        results.append(cuflash.attention(*arrays, causal=causal, return_lse=True, **given))
+    expected, found = results
+    np.testing.assert_allclose(memory.to_numpy(found.lse), expected.lse, rtol=1e-5)
+    out = memory.to_numpy(found.out).astype(np.float32)
+    np.testing.assert_allclose(out, expected.out.astype(np.float32), atol=2**-6)
 
 
 class SoftcapProbeConfig(ForwardSm90Config):
@@ -33,6 +64,7 @@ class SoftcapProbeConfig(ForwardSm90Config):
         return str(SUPPORT / "softcap_probe.cu")
 
 
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_a_product_of_minus_infinity_is_a_score(tmp_path: Path) -> None:
     """The softcap makes -cap of it. Only a row that sees no key has an lse of -inf."""
     cap, device = 100.0, HostDevice(tmp_path)
