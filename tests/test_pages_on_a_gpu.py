@@ -66,7 +66,7 @@ def test_pages_have_the_bits_of_keys_in_order(
     are split in pages only, so that keys in order are split here, too.
     """
     bounds = split_keys.BOUNDS
-    monkeypatch.setattr(split_keys, "BOUNDS", bounds._replace(fewest=bounds.fewest_in_pages))
+    monkeypatch.setattr(split_keys, "BOUNDS", bounds._replace(min_keys=bounds.min_keys_in_pages))
     call = Paged(7, size, -(-keys // size), rows, dtype, d=d)
     options = on_device(call.options(kind))
     contiguous = [*map(cupy.asarray, call.contiguous())]

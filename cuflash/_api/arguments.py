@@ -61,7 +61,7 @@ class Keywords(NamedTuple):
     config: Any
 
 
-def answering(function: Callable[P, R]) -> Callable[P, R]:
+def explain_missing_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Let a call that lacks positional arguments reach the checks, which say what to write.
 
     Otherwise Python would report missing arguments first, for example for a keyword ``q=``.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cuflash._api.dispatch import cache_steps
-from cuflash._api.rotary import NO_TURNS, Turns
+from cuflash._api.rotary import NO_ROTARY_PAIRS, RotaryPairs
 from cuflash._arrays import (
     Array,
     array_module,
@@ -31,7 +31,7 @@ from cuflash._problem.checks import (
     is_integer,
 )
 from cuflash._problem.float8 import FLOAT8
-from cuflash._problem.habits import answering_words
+from cuflash._problem.foreign_keywords import explain_unknown_keywords
 
 _MOST_NUMBERS = 2**31 - 1  # page numbers are int32
 
@@ -112,7 +112,7 @@ class KVCache:
     lengths: Array
     dropped: Array
 
-    @answering_words
+    @explain_unknown_keywords
     def __init__(
         self,
         sequences: int,
@@ -181,7 +181,7 @@ class KVCache:
         """The arguments of :func:`attention_paged` that follow the queries."""
         return self.k_pages, self.v_pages, self.page_table, self.lengths
 
-    @answering_words
+    @explain_unknown_keywords
     def append(
         self,
         k: Array,
@@ -221,12 +221,12 @@ class KVCache:
         If several sequences share a page, it is copied before a key is added to it.
         """
         k, v, counts = self._checked(k, v, counts)
-        turns = NO_TURNS
+        pairs = NO_ROTARY_PAIRS
         if flag("rotary", rotary):
             if k.dtype in FLOAT8:
                 fix = "turn keys by rotary(...) before they are rounded to 8 bits"
                 raise wrong_value("rotary", "True", f"False for keys of {k.dtype}", fix)
-            turns = Turns.of("k", k, frequencies, interleaved)
+            pairs = RotaryPairs.of("k", k, frequencies, interleaved)
         elif frequencies is not None or flag("interleaved", interleaved):
             raise wrong_value("rotary", "False", "True with frequencies= or interleaved=")
         if 0 in k.shape[:3]:
@@ -238,11 +238,11 @@ class KVCache:
                 num_tokens=k.shape[2],
             )  # fmt: skip
             steps.write(
-                k, v, self.k_pages, self.v_pages, turns.frequencies, self.page_table, self._starts,
-                self.lengths, self._sources, rotation=turns.rotation, num_pairs=turns.num_pairs,
+                k, v, self.k_pages, self.v_pages, pairs.frequencies, self.page_table, self._starts,
+                self.lengths, self._sources, rotation=pairs.rotation, num_pairs=pairs.num_pairs,
             )  # fmt: skip
 
-    @answering_words
+    @explain_unknown_keywords
     def take(self, parents: Any, lengths: Any = None) -> None:
         """Let each sequence become a copy of another one, in the same pages, or become empty.
 

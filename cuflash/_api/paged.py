@@ -27,7 +27,7 @@ from cuflash._errors import wrong_type, wrong_value
 from cuflash._host.cache import pages_within
 from cuflash._host.forward import written_at_the_end
 from cuflash._problem.checks import flag, integers, require_float
-from cuflash._problem.habits import WORDS_OF_PAGES, refuse_words
+from cuflash._problem.foreign_keywords import ADVICE_FOR_PAGES, refuse_keywords
 from cuflash._problem.operand import CANONICAL, Axes, checked_axes, core_axes
 from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import (
@@ -81,7 +81,7 @@ def attention_paged(
     return_lse: bool = ..., out: Any = ..., **others: Unpack[PagedKeywords],
 ) -> Any: ...  # fmt: skip
 @on_own_device
-@arguments.answering
+@arguments.explain_missing_arguments
 def attention_paged(
     q: Array,
     k_pages: Array,
@@ -161,7 +161,7 @@ def attention_paged(
     >>> cuflash.attention_paged(q, k, v, table, [40, 20], causal=True).shape
     (2, 4, 1, 32)
     """
-    refuse_words(score_options, WORDS_OF_PAGES)
+    refuse_keywords(score_options, ADVICE_FOR_PAGES)
     chosen = resolve(options, score_options)
     pairs = checked_axes(axes)
     if float8.among(chosen, q, k_pages, v_pages):

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from cuflash._api import float8
-from cuflash._api.arguments import answering, operands
+from cuflash._api.arguments import explain_missing_arguments, operands
 from cuflash._api.attention import attention, attention_backward
 from cuflash._arrays import (
     Array,
@@ -32,7 +32,7 @@ _MASK_ELEMENTS = 1 << 24  # of a dropout mask, computed at once
 
 
 @on_own_device
-@answering
+@explain_missing_arguments
 def logsumexp(
     q: Array,
     k: Array,
@@ -86,7 +86,7 @@ def logsumexp(
 
 
 @on_own_device
-@answering
+@explain_missing_arguments
 def logsumexp_backward(
     dlse: Array,
     q: Array,
@@ -155,7 +155,7 @@ def logsumexp_backward(
 
 
 @on_own_device
-@answering
+@explain_missing_arguments
 def weights(
     q: Array,
     k: Array,

@@ -68,7 +68,7 @@ def attention_varlen(
     return_lse: bool = ..., out: Any = ..., **others: Unpack[CallKeywords],
 ) -> Any: ...  # fmt: skip
 @on_own_device
-@arguments.answering
+@arguments.explain_missing_arguments
 def attention_varlen(
     q: Array,
     k: Array,
@@ -185,7 +185,7 @@ def attention_varlen_backward(
 ) -> Gradients: ...  # fmt: skip
 @on_own_device
 @np.errstate(all="ignore")
-@arguments.answering
+@arguments.explain_missing_arguments
 def attention_varlen_backward(
     dout: Array,
     q: Array,

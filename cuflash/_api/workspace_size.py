@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from cuflash._api import float8
-from cuflash._api.arguments import answering, operands
+from cuflash._api.arguments import explain_missing_arguments, operands
 from cuflash._api.dispatch import launch
 from cuflash._api.paged import workspace_of_pages
 from cuflash._api.varlen import ends_of
@@ -20,7 +20,7 @@ from cuflash._problem.problem import describe
 
 
 @on_own_device
-@answering
+@explain_missing_arguments
 def workspace_size(
     q: Array,
     k: Array,

@@ -54,7 +54,7 @@ class BackwardKVConfig(KernelConfig):
     kernel = "backward_dkv_sm80"
     params = "BackwardParams"
     computes = "dkv"
-    parts = SCORED | portable.KV_PARTS | {"held": portable.HeldBias}
+    parts = SCORED | portable.KV_PARTS | {"held": portable.BiasInRegisters}
     tunables = portable.TUNABLES
     owned = "block_n"  # queries are streamed
     streams = range(16, 65, 16)  # up to 64: KeptBits of score/dropout.cuh

@@ -120,7 +120,7 @@ class KernelConfig:
     owned: ClassVar[str] = "block_m"  # tile side of the results; the other side is streamed
     splits_keys: ClassVar[bool] = False  # can several thread blocks share a tile's keys (split-KV)?
     of_few_rows: ClassVar[bool] = False  # does it support split keys where queries are few?
-    joins_results: ClassVar[bool] = False  # can it merge its result with one over other keys?
+    can_merge_partial: ClassVar[bool] = False  # can it merge its result with one over other keys?
     reads_pages: ClassVar[bool] = False  # can it read keys and values in pages?
     cluster_blocks: ClassVar[int] = 1  # thread blocks of a cluster that shares a tile
     row_warps: ClassVar[int] = 1  # warps that own the same rows; 0: warps own no rows
@@ -130,7 +130,7 @@ class KernelConfig:
     #: ``ColumnBits`` of score/ranges.cuh.
     streams: ClassVar[Sequence[int]] = range(16, 129, 16)
     narrowest: ClassVar[int] = HEAD_DIMS[0]  # least padded head size
-    most_of_simt: ClassVar[int] = 512  # most owned rows with ``simt``: simt/global_tile.cuh
+    max_simt_rows: ClassVar[int] = 512  # most owned rows with ``simt``: simt/global_tile.cuh
 
     _names: ClassVar[tuple[str, ...]]  # names of all fields
     _defaults: ClassVar[dict[str, Any]]  # by field, where there is a default
@@ -265,8 +265,8 @@ class KernelConfig:
             value = getattr(self, name)
             if name != self.owned and value not in self.streams:
                 raise ValueError(f"{name} = {value} must be one of {(*self.streams,)}")
-            if name == self.owned and self.simt and value > self.most_of_simt:
-                raise ValueError(f"{name} = {value} must be at most {self.most_of_simt}")
+            if name == self.owned and self.simt and value > self.max_simt_rows:
+                raise ValueError(f"{name} = {value} must be at most {self.max_simt_rows}")
         if self.result_columns % (16 * self.split_columns):
             raise ValueError(f"{self.result_columns} columns, {self.split_columns=}: not by 16")
         rows = self.row_warps * int(getattr(self, self.owned))

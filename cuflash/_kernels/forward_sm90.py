@@ -96,7 +96,7 @@ _MASK_STAGES = 2  # buffers of a mask
 _BIAS_BYTES = 4  # bytes of one value of a bias in all buffers
 _MOST_PRESSURE = 4  # most register_pressure beside blocks of 128 keys at head size 128
 _NARROW = 4096  # most keys that a query sees in a narrow window
-_GAIN_OF_192_ROWS = 1.15  # most rows of the busiest SM, over its rows with tiles of 128 (D15)
+_MAX_ROWS_RATIO_OF_192 = 1.15  # most rows of the busiest SM, over its rows with tiles of 128 (D15)
 
 
 class Own(NamedTuple):
@@ -123,7 +123,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     parts = SCORED | {"own": Own}
     tunables = ("block_m", "block_n", "num_stages", "num_q_stages", "overlap_quarters")
     splits_keys = True
-    joins_results = True
+    can_merge_partial = True
     reads_pages = True
 
     def check(self) -> None:
@@ -163,7 +163,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         packed, biased = problem.cu_seqlens_q is not None, problem.bias is not None
         looked_up = problem.mask is not None or problem.segment_ids_q is not None
         sliding = problem.window_left is not None
-        partial = problem.joins or problem.out.dtype != problem.dtype
+        partial = problem.merges_partial or problem.out.dtype != problem.dtype
         pages = problem.pages
         return wgmma.against_halves(request) or wgmma.first_reason(
             (problem.formulas is not None, "nobody knows how many registers a formula takes"),
@@ -216,7 +216,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
             if size % block_n and block_n % size:
                 return ()  # a TMA box would extend over two blocks or two pages
             fields["paged"] = True
-        return (cls(**fields, sink=dtype_of(problem.sink), joins=problem.joins),)
+        return (cls(**fields, sink=dtype_of(problem.sink), joins=problem.merges_partial),)
 
 
 def look_up_stages(request: Request) -> dict[str, int]:
@@ -226,7 +226,7 @@ def look_up_stages(request: Request) -> dict[str, int]:
         wgmma.widest(problem) > WIDEST_LOOK_UP
         or problem.cu_seqlens_q is not None
         or problem.pages is not None
-        or problem.joins
+        or problem.merges_partial
         or problem.out.dtype != problem.dtype
         or split_keys.wanted(request)
     ):
@@ -290,4 +290,4 @@ def _has_few_rows(request: Request) -> bool:
         return False
     alone = problem.window_right is not None and portable.num_tiles(problem, 192) <= num_sms
     of_192, of_128 = (portable.most_rows(request, block_m) for block_m in (192, 128))
-    return alone or of_192 > _GAIN_OF_192_ROWS * of_128
+    return alone or of_192 > _MAX_ROWS_RATIO_OF_192 * of_128

@@ -23,7 +23,7 @@ ROWS = (
     Row("", (256, 256), (64, 64, 2, False), "D101"),
 )
 WIDEST_ALONE = 128  # largest padded head size whose dk and dv one thread block holds
-_WIDEST_CROWDED = 96  # the same beside a bias in global memory, or a bias and two other options
+_WIDEST_WITH_BIAS = 96  # the same beside a bias in global memory, or a bias and two other options
 #: Buffers, each of 32 rows of a 16-bit bias or of a mask, by padded head size: all that fit (D190).
 _BIAS_STAGES, _MASK_STAGES = {32: 4, 64: 3, 128: 4}, {32: 4, 64: 4, 96: 2, 128: 4}
 
@@ -69,7 +69,7 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
                 "a pair of thread blocks begins with the first row of the arrays",
             ),
             (
-                _crowded(request),
+                _lacks_registers(request),
                 "registers do not hold a bias of these strides, or beside that many options",
             ),
         )
@@ -92,7 +92,7 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
         takes_registers = self.window_left or self.window_right or self.alibi_slopes != "none"
         return (
             self.cluster_blocks == 1
-            and not (self.head_dim > _WIDEST_CROWDED and takes_registers)
+            and not (self.head_dim > _WIDEST_WITH_BIAS and takes_registers)
             and self.bias == self.dtype
             and not self.softcap
             and not self.score_mod
@@ -122,10 +122,10 @@ def mask_stages(request: Request) -> int:
     return _MASK_STAGES.get(smallest(ROWS, problem)[0], 0) if comes else 0
 
 
-def _crowded(request: Request) -> bool:
+def _lacks_registers(request: Request) -> bool:
     """Are there no registers for a bias?"""
     problem = request.problem
-    if problem.bias is None or smallest(ROWS, problem)[0] <= _WIDEST_CROWDED:
+    if problem.bias is None or smallest(ROWS, problem)[0] <= _WIDEST_WITH_BIAS:
         return False
     return register_pressure(problem) > 1 or not bias_stages(request)
 

@@ -33,7 +33,7 @@ class NarrowConfig(KernelConfig):
 
     tunables = portable.TUNABLES
     streams = range(16, 513, 16)  # keys of one sum: 262,144 keys are 512 sums of 512
-    most_of_simt = 2**15  # owned rows are in registers, not in a GlobalTile
+    max_simt_rows = 2**15  # owned rows are in registers, not in a GlobalTile
 
     def check(self) -> None:
         own = getattr(self, self.owned)

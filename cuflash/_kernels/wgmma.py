@@ -57,7 +57,7 @@ def against_broadcast(request: Request) -> str:
 
 def leaves_tiles_empty(problem: Problem) -> str:
     """Why no 16-bit kernel for Hopper is chosen by default, though it could serve; or empty."""
-    short = portable.is_short(problem) and not problem.joins
+    short = portable.is_short(problem) and not problem.merges_partial
     return "so few queries and keys leave most of a tile of Hopper's kernels empty" if short else ""
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from cuflash._arrays import Array, deeply_copied
 from cuflash._errors import shown, wrong_type, wrong_value
-from cuflash._problem.habits import unknown_keyword
+from cuflash._problem.foreign_keywords import unknown_keyword
 from cuflash._problem.option_table import FIELDS, OPTIONS
 from cuflash._problem.score_mod import MaskMod, ScoreMod
 
@@ -25,7 +25,7 @@ def signature(array: Array | None) -> Signature | None:
     return None if array is None else (array.shape, array.strides, array.dtype)
 
 
-def _answering(cls: type[T]) -> type[T]:
+def _explain_unknown_keywords(cls: type[T]) -> type[T]:
     """Let the constructor of options say what to write instead of an unknown keyword."""
     build = cls.__init__
 
@@ -40,7 +40,7 @@ def _answering(cls: type[T]) -> type[T]:
     return cls
 
 
-@_answering
+@_explain_unknown_keywords
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Options:
     """Score options of one attention call, forward and backward.

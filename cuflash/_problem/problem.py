@@ -85,7 +85,7 @@ class Problem(_OfOptions):  # type: ignore[misc]
     cu_seqlens_k: Operand | None = None
     formulas: Formulas | None = None  # for kernels only
     origin: Origin = WHOLE  # place of a part in its call, for dropout and formulas
-    joins: bool = False  # is the result joined with a result over other keys?
+    merges_partial: bool = False  # is the result merged with a result over other keys?
     pages: Pages | None = None  # if rows of k and v are in pages
     num_queries: int | None = None  # PackGQA with bounds: queries of each head in rows
 

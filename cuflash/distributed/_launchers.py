@@ -12,7 +12,7 @@ from typing import Any
 from cuflash._arrays import imported_cupy
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import finite
-from cuflash._problem.habits import answering_words
+from cuflash._problem.foreign_keywords import explain_unknown_keywords
 from cuflash.distributed._communicator import Communicator
 from cuflash.distributed._copies import Peers, are_peers
 from cuflash.distributed._gpus import devices_of
@@ -28,7 +28,7 @@ _LEAST_SECRET = 8
 _LONGEST = 1e6  # seconds; a socket knows no more than 24 days
 
 
-@answering_words
+@explain_unknown_keywords
 def connect(
     rank: int,
     size: int,
