@@ -253,7 +253,7 @@ def test_a_kernel_without_a_model_is_refused(capsys):
         io_model.gradient(replace(SMALL, dtype="float64"), cores)
     status, out, err = command(capsys, "--arch", "sm_86", "--dtype", "float64")
     assert (status, out) == (2, "")
-    assert "--io: got forward_sm80 on CUDA cores, expected kernels that bring tiles" in err
+    assert "--io: got forward_sm80 on CUDA cores, expected kernels that have tiles" in err
 
 
 def command(capsys, *words):

@@ -242,9 +242,9 @@ def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
         (lambda c, k, v: c.append(c.k_pages[:3, :, :1], v), ValueError,
          r"k: got memory of the cache, expected memory of its own; write k\.copy\(\)"),
         (lambda c, k, v: cuflash.KVCache(10**5, 1, 1, max_length=10**6, page_size=1), ValueError,
-         "pages: got 100000000000, expected an int from 1 to 2147483647; give fewer, or larger"),
+         "pages: got 100000000000, expected an int from 1 to 2147483647; pass pages=, or"),
         (lambda c, k, v: cuflash.KVCache(1, 2**31 - 1, 2**31 - 1, max_length=64), ValueError,
-         "pages: got 4 of 2147483647 x 16 x 2147483647 elements, expected pages whose bytes an ad"),
+         "pages: got 4 pages of 2147483647 x 16 x 2147483647 elements, expected arrays of"),
         (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, dtype=None), TypeError,
          "dtype: got None, expected one of float16, bfloat16, float32, float64, float8_e4m3fn, f"),
         (lambda c, k, v: c.take(()), ValueError, r"parents: got shape \(0,\), expected shape"),
@@ -405,7 +405,7 @@ def test_a_cache_of_8_bits_has_half_the_bytes(dtype: Any) -> None:
     found = cuflash.attention_paged(q, *caches[0].arrays, causal=True, **scales)
     expected = cuflash.attention_paged(q, *caches[1].arrays, causal=True)
     assert (found.dtype, found.tobytes()) == (expected.dtype, expected.tobytes())
-    with pytest.raises(ValueError, match=r"rotary: got True, .* turn keys by rotary\(\.\.\.\) bef"):
+    with pytest.raises(ValueError, match=r"rotary: got True, .* call rotary\(\.\.\.\) on"):
         caches[0].append(*new, rotary=True)
 
 

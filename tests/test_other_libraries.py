@@ -128,7 +128,7 @@ def test_no_other_dtype_is_taken_for_bfloat16():
     for dtype in ((4, 32), (3, 16), (10, 8)):
         array = Coded(np.ones((4, 6), np.uint16))
         array.dtype = dtype
-        with pytest.raises(TypeError, match=r"q: got .* not handed out"):
+        with pytest.raises(TypeError, match=r"q: got .* not export"):
             native("q", array)
 
 

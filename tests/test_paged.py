@@ -246,7 +246,7 @@ def test_a_formula_that_raises_leaves_out_as_it_was(lengths: tuple[int, ...]) ->
         ({4: []}, ValueError, r"kv_lengths: got shape \(0,\), expected shape \(3,\)"),
         ({4: [1, 2]}, ValueError, r"kv_lengths: got shape \(2,\), expected shape \(3,\)"),
         ({4: [1, 2, 13]}, ValueError, "kv_lengths: got values from 1 to 13"),
-        ({4: [[1], [2, 3], [4]]}, TypeError, "kv_lengths: got list that is no number"),
+        ({4: [[1], [2, 3], [4]]}, TypeError, "kv_lengths: got list that cannot be converted"),
         ({4: 2.5}, TypeError, "kv_lengths: got 2.5"),
         ({4: None}, TypeError, "kv_lengths: got None"),
         ({4: 2**63}, ValueError, "kv_lengths: got an int of 64 bits"),

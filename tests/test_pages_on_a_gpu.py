@@ -220,7 +220,7 @@ def test_what_would_allocate_in_a_capture_is_named(argument: str, call: Any) -> 
     call(generation)  # works outside of a capture
 
     def inside() -> None:
-        with pytest.raises(RuntimeError, match=f"^{argument}: nothing can be allocated"):
+        with pytest.raises(RuntimeError, match=f"^{argument}: cannot allocate"):
             call(generation)
         generation.q.fill(0)  # gives the graph a node
 

@@ -413,7 +413,7 @@ def test_what_does_not_compile_is_a_fact():
             "backward_dkv_partners",
             {},
             {"block_m": 96, "num_warps": 2},
-            "at most .*=64: one for a row",
+            "at most .*=64: a thread a row",
         ),
         ("backward_dkv_partners", {}, {"block_m": 48}, "block_m = 48 must be one of"),
         ("backward_dq_partners", {}, {"block_n": 48}, "block_n = 48 must be one of"),
@@ -429,7 +429,7 @@ def test_what_does_not_compile_is_a_fact():
         ("forward_sm90", {}, {"block_n": 144}, "block_n = 144 must be one of"),
         ("backward_dq_sm90", {}, {"block_n": 144}, "block_n = 144 must be one of"),
         ("backward_dkv_sm90", {}, {"block_m": 144}, "block_m = 144 must be one of"),
-        ("forward_tf32_sm90", {"precision": "tf32"}, {"block_n": 32}, "no product of others"),
+        ("forward_tf32_sm90", {"precision": "tf32"}, {"block_n": 32}, "the only size with TF32"),
         ("backward_dkv_tf32_sm90", {"arrays": ("segment_ids",)}, {"block_m": 64}, "must be 32"),
     ],
 )

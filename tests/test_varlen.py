@@ -425,8 +425,8 @@ def test_wrong_packings_are_named(name):
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("sink", np.zeros((3, HEADS)), r"got .*2 or 1 sequences first"),
-        ("mask", np.ones((3, 1, 6, 7), bool), r"got .*2 or 1 sequences first"),
+        ("sink", np.zeros((3, HEADS)), r"got .*2 or 1 sequences on"),
+        ("mask", np.ones((3, 1, 6, 7), bool), r"got .*2 or 1 sequences on"),
         ("q_lengths", 15, "got 15, expected a length from 0 to 14"),
         ("kv_lengths", np.array([[5], [13]]), "got values from 5 to 13, .* from 0 to 12"),
         ("kv_lengths", np.array([[5], [-1]]), "got values from -1 to 5, .* from 0 to 12"),

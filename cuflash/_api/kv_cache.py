@@ -133,7 +133,7 @@ class KVCache:
         page_size = _extent("page_size", page_size, 256)
         of_each = -(-max_length // page_size)
         if pages is None:
-            pages = _extent("pages", sequences * of_each, fix="give fewer, or larger ones")
+            pages = _extent("pages", sequences * of_each, fix="pass pages=, or a larger page_size")
         else:
             pages = _extent("pages", pages)
         expected = f"one of {', '.join(map(str, (*FLOATS, *FLOAT8)))}"
@@ -142,15 +142,15 @@ class KVCache:
             raise wrong_type("dtype", str(dtype), expected)
         elements = pages * heads * page_size * max(head_dim, head_dim_v)
         if max(elements * dtype.itemsize, sequences * of_each * 4) >= 2**63:
-            got = f"{pages} of {heads} x {page_size} x {max(head_dim, head_dim_v)} elements"
-            raise wrong_value("pages", got, "pages whose bytes an address can count")
+            got = f"{pages} pages of {heads} x {page_size} x {max(head_dim, head_dim_v)} elements"
+            raise wrong_value("pages", got, "arrays of fewer than 2^63 bytes")
         self._max_length = max_length
         with on_device_of(like):
             like = None if like is None else native("like", like)
             xp: Any = np if like is None else array_module(like)
             if xp is not np and pages > (most := cache_steps(like).most_pages()):
                 raise wrong_value("pages", pages, f"at most {most} on this GPU",
-                                  "make pages larger")  # fmt: skip
+                                  "pass a larger page_size")  # fmt: skip
             self.k_pages = xp.zeros((pages, heads, page_size, head_dim), dtype)
             self.v_pages = xp.zeros((pages, heads, page_size, head_dim_v), dtype)
             self.page_table = xp.zeros((sequences, of_each), np.int32)
@@ -163,7 +163,7 @@ class KVCache:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, name, value) is not value:
-            expected = "the array that is there: arrays of a cache keep their addresses"
+            expected = "the existing array: arrays of a cache keep their addresses"
             fix = f"write into it: cache.{name}[...] = values"
             raise problem_with(name, AttributeError, got=type(value).__name__, expected=expected,
                                fix=fix)  # fmt: skip
@@ -224,7 +224,7 @@ class KVCache:
         pairs = NO_ROTARY_PAIRS
         if flag("rotary", rotary):
             if k.dtype in FLOAT8:
-                fix = "turn keys by rotary(...) before they are rounded to 8 bits"
+                fix = "call rotary(...) on the keys before you quantize them"
                 raise wrong_value("rotary", "True", f"False for keys of {k.dtype}", fix)
             pairs = RotaryPairs.of("k", k, frequencies, interleaved)
         elif frequencies is not None or flag("interleaved", interleaved):
@@ -337,7 +337,7 @@ class KVCache:
         counts = self._per_sequence("counts", counts)
         if xp is np and counts.size and not 0 <= counts.min() <= counts.max() <= steps:
             got = f"numbers from {counts.min()} to {counts.max()}"
-            raise wrong_value("counts", got, f"numbers from 0 to {steps}, the keys of k")
+            raise wrong_value("counts", got, f"numbers from 0 to {steps}, the number of keys in k")
         return given["k"], given["v"], counts
 
 

@@ -160,7 +160,7 @@ def _stacked(name: str, parts: Any, axis: int) -> Array:
     if not isinstance(parts, list | tuple):
         return native(name, parts)
     if axis != 0:
-        raise wrong_value("axis", shown(axis), "0 for a sequence of parts")
+        raise wrong_value("axis", shown(axis), "0 for a list of parts")
     if not parts:
         raise wrong_value(name, "no parts", "at least one part")
     arrays = [native(f"{name}[{i}]", part) for i, part in enumerate(parts)]
@@ -169,7 +169,7 @@ def _stacked(name: str, parts: Any, axis: int) -> Array:
         if array.ndim >= _MAX_AXES:
             raise wrong_value(
                 f"{name}[{i}]", f"{array.ndim} axes", f"fewer than {_MAX_AXES}",
-                "reshape some into one",
+                "merge some of them with reshape",
             )  # fmt: skip
         require_shape(f"{name}[{i}]", array, arrays[0].shape, f"{name}[0]")
         if array.dtype != arrays[0].dtype:

@@ -154,7 +154,7 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
 
 def _rows(per: Any) -> int:
     """The number of rows that share a scale; 0 for all rows."""
-    expected = '"matrix", "tensor" or a power of two of rows'
+    expected = '"matrix", "tensor" or a number of rows that is a power of two'
     if isinstance(per, str) and per in ("matrix", "tensor"):
         return 0
     if not checks.is_integer(per):

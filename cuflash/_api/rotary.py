@@ -113,7 +113,7 @@ def rotary(
         out = native("out", out)
         require_shape("out", out, x.shape, "x")
         if out.dtype != x.dtype:
-            raise wrong_type("out", f"dtype {out.dtype}", f"dtype {x.dtype} as x")
+            raise wrong_type("out", f"dtype {out.dtype}", f"dtype {x.dtype} as in x")
         if frequencies is not None:
             arrays["frequencies"] = native("frequencies", frequencies)
         check_destination("out", out, x=x, **arrays)
@@ -142,14 +142,14 @@ class RotaryPairs(NamedTuple):
         rotation = "neighbours" if flag("interleaved", interleaved) else "halves"
         if frequencies is None:
             if d % 2:
-                fix = "or give the frequencies of fewer pairs"
+                fix = "or pass frequencies= for fewer pairs"
                 raise wrong_value(name, f"shape {shape}", "an even number of features", fix)
             return cls(None, d // 2, rotation)
         frequencies = native("frequencies", frequencies)
         require_float("frequencies", frequencies)
         same_module(**{name: x, "frequencies": frequencies})
         if frequencies.ndim != 1 or 2 * frequencies.size > d:
-            expected = f"shape (r,) with 2 r at most the {d} features of {name}"
+            expected = f"shape (r,) where 2 r is at most {d}, the features of {name}"
             raise wrong_value("frequencies", f"shape {frequencies.shape}", expected)
         if is_cupy(frequencies):
             frequencies = contiguous("frequencies", frequencies, np.float64)
@@ -165,7 +165,7 @@ def _check_positions(shape: tuple[int, ...], positions: Any) -> None:
     """Raise unless there is a position for each row."""
     if isinstance(positions, int):
         if not -(2**63) <= positions < 2**63:
-            raise wrong_value("positions", positions, "an int of 64 bits")
+            raise wrong_value("positions", positions, "an int that fits into 64 bits")
         return
     try:
         fits = np.broadcast_shapes(positions.shape, shape[:-1]) == shape[:-1]

@@ -330,7 +330,7 @@ def _sequences(whole: Problem, ends: dict[str, Array]) -> list[Sequence]:
         values = array.tolist()
         pairs.append([*itertools.pairwise(values)])
         if any(a > b for a, b in pairs[-1]):
-            raise wrong_value(name, "values that decrease", "none that do")
+            raise wrong_value(name, "decreasing values", "non-decreasing values")
         if not 0 <= values[0] <= values[-1] <= total:
             raise wrong_value(
                 name, f"values from {values[0]} to {values[-1]}",

@@ -72,7 +72,7 @@ def workspace_size(
         q, k, v, chosen = float8.without_memory(q, k, v, chosen, axes)
     if page_table is not None:
         if backward:
-            fix = "call attention_vjp on keys and values in order"
+            fix = "call attention_vjp on keys and values without pages"
             raise wrong_value("backward", True, "False: pages have no gradient", fix)
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             got = "page_table together with cu_seqlens_q or cu_seqlens_k"

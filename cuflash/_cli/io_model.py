@@ -123,7 +123,7 @@ def gradient(work: Workload, config: Any, splits: int = 1, dq_sums: int = 1) -> 
         loaded = _loaded_by_keys(work, config, splits)
     elif config.computes != "delta":
         raise wrong_value(
-            "kernel", config.kernel, "one of the gradients of q, k and v: the IO model has no other"
+            "kernel", config.kernel, "a kernel of out, dq, dk or dv: the IO model has no other"
         )
     if config.computes == "dqkv":
         summed, keys = _sums(work, config), least_bytes(work, "backward_combine")[1]
@@ -261,7 +261,7 @@ def _refuse_simt(config: Any) -> None:
     if getattr(config, "simt", False):
         got = f"{config.kernel} on CUDA cores"
         raise wrong_value(
-            "--io", got, "kernels that bring tiles into shared memory: the IO model has no others"
+            "--io", got, "kernels that have tiles in shared memory: the IO model has no others"
         )
 
 

@@ -56,8 +56,8 @@ class BackwardQSm90Config(wgmma.WarpgroupsConfig):
         super().check()
         if self.scores_ahead and self.num_stages < 3:  # the kernel would deadlock (D28)
             raise ValueError(
-                f"{self.num_stages=} must be at least 3 with scores ahead: the next block is "
-                "waited for before the last one's buffer is released"
+                f"{self.num_stages=} must be at least 3 with scores_ahead: the kernel waits for "
+                "the next block before it releases the buffer of the previous one"
             )
 
     @property

@@ -53,7 +53,7 @@ class Operands(NamedTuple):
         if self.copy_bytes not in (2, 4, 8, 16):
             raise ValueError(f"{self.copy_bytes=} must be 2, 4, 8 or 16")
         if self.copy_bytes < ELEMENT_BYTES[self.dtype]:
-            raise ValueError(f"{self.copy_bytes=} is less than an element of {self.dtype}")
+            raise ValueError(f"{self.copy_bytes=} is smaller than an element of {self.dtype}")
         if self.head_dim_v not in ALL_HEAD_DIMS:
             raise ValueError(f"{self.head_dim_v=} must be one of {ALL_HEAD_DIMS}")
 
@@ -142,14 +142,16 @@ class KernelConfig:
         cls._names = tuple(name for part in parts for name in part._fields)
         cls._defaults = {n: value for part in parts for n, value in part._field_defaults.items()}
         if both := named.keys() & set(cls._names):
-            raise TypeError(f"{cls.__name__}: {both} are parts and fields")
+            raise TypeError(f"{cls.__name__}: {both} name both a part and a field")
 
     def __init__(self, **values: Any) -> None:
         names, given = self._names, self._defaults | values
         wrong = [name for name in names if name not in given]
         wrong += [name for name in values if name not in names]
         if wrong:
-            raise TypeError(f"{self.__class__.__name__}: missing, or no field: {', '.join(wrong)}")
+            raise TypeError(
+                f"{self.__class__.__name__}: missing or unknown fields: {', '.join(wrong)}"
+            )
         flat = {name: given[name] for name in names}
         parts = {
             name: part._make([flat[field] for field in part._fields])
@@ -268,10 +270,15 @@ class KernelConfig:
             if name == self.owned and self.simt and value > self.max_simt_rows:
                 raise ValueError(f"{name} = {value} must be at most {self.max_simt_rows}")
         if self.result_columns % (16 * self.split_columns):
-            raise ValueError(f"{self.result_columns} columns, {self.split_columns=}: not by 16")
+            own, parts = self.result_columns, self.split_columns
+            raise ValueError(
+                f"{own} columns must be a multiple of 16 * split_columns, {16 * parts}"
+            )
         rows = self.row_warps * int(getattr(self, self.owned))
         if rows % (16 * self.num_warps):
-            raise ValueError(f"{rows} rows must be split evenly over {self.num_warps=} by 16")
+            raise ValueError(
+                f"{rows} rows must be a multiple of 16 * num_warps, {16 * self.num_warps}"
+            )
 
     def __getattr__(self, name: str) -> Any:
         try:

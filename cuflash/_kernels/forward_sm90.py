@@ -137,9 +137,14 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
             or self.block_n % (128 if self.mask_stages else 64)
             or max(self.head_dim, self.head_dim_v) > 128
         ):
-            raise ValueError(f"{self.bias_stages=} and {self.mask_stages=} take tiles of 128 rows")
+            raise ValueError(
+                f"{self.bias_stages=} and {self.mask_stages=} need block_m 128, head sizes up to "
+                "128, and block_n a multiple of 64, with a mask of 128"
+            )
         if self.num_q_stages == 2 and self.head_dim_v > self.head_dim:
-            raise ValueError(f"{self.head_dim_v=} does not fit into a tile of q: {self.head_dim=}")
+            raise ValueError(
+                f"{self.head_dim_v=} must be at most {self.head_dim=}: q's tile stages out"
+            )
 
     @property
     def smem_bytes(self) -> int:
@@ -166,42 +171,48 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         partial = problem.merges_partial or problem.out.dtype != problem.dtype
         pages = problem.pages
         return wgmma.against_halves(request) or wgmma.first_reason(
-            (problem.formulas is not None, "nobody knows how many registers a formula takes"),
-            (biased and packed, "a bias and where sequences begin spill in some case"),
-            (biased and pressure > 0, "a bias spills beside options that take registers"),
+            (problem.formulas is not None, "a formula's registers are unknown"),
+            (biased and packed, "a bias of packed sequences spills registers in some cases"),
+            (
+                biased and pressure > 0,
+                "a bias spills registers with other options that need registers",
+            ),
             (
                 biased and wide and sliding,
-                "a bias and the first key of a window spill in every tile",
+                "a bias with a left window bound spills registers in every tile",
             ),
-            (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
+            (problem.head_dim_v % 8 != 0, "rows of out are no multiples of 16 bytes"),
             (
                 pages is not None and pages.size % 8 != 0,
-                "a page is no multiple of the 8 rows of an atom of shared memory",
+                "page_size is no multiple of 8, the rows of a swizzle atom",
             ),
             (
                 pages is not None and biased,
-                "a bias spills beside pages at head size 96",
+                "a bias with pages spills registers at head size 96",
             ),
             (
                 pages is not None
                 and (looked_up or problem.dropout > 0)
                 and wgmma.widest(problem) > 128,
-                "a mask, ids or drawn bits spill beside pages",
+                "a mask, segment ids or dropout with pages spill registers",
             ),
             (
                 pages is not None and split_keys.few(problem),
-                "few queries over pages leave its tiles half empty",
+                "few queries over pages leave the kernel's tiles half empty",
             ),
-            (partial and pressure > 1, "results in float32 spill beside two such options"),
+            (
+                partial and pressure > 1,
+                "float32 results with two options that need registers spill",
+            ),
             (
                 partial and 128 < wgmma.widest(problem) <= 192,
-                "results in float32 spill in this tile",
+                "float32 results spill registers in this tile",
             ),
             (
                 wide and packed and looked_up,
-                "a mask or ids of packed sequences spill in every tile",
+                "a mask or segment ids of packed sequences spill registers in every tile",
             ),
-            (wide and pressure > 1, "any two options that take registers spill in some case"),
+            (wide and pressure > 1, "any two options that need registers spill in some cases"),
         )
 
     @classmethod

@@ -61,26 +61,32 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
         reason = wgmma.against_halves(request) or wgmma.against_broadcast(request)
         reason = reason or wgmma.first_reason(
             (problem.k.summed != problem.v.summed, "k and v are broadcast along different axes"),
-            (problem.head_dim_v > problem.head_dim, "registers hold no wider results"),
-            (not portable.shares_keys(problem, "kv"), "entries of one result have other keys"),
-            (pair and needs_score_math(problem), "a score takes more than a product and bounds"),
+            (problem.head_dim_v > problem.head_dim, "registers hold no head_dim_v above head_dim"),
+            (
+                not portable.shares_keys(problem, "kv"),
+                "batch entries that are summed into one result have different keys",
+            ),
+            (
+                pair and needs_score_math(problem),
+                "a pair of thread blocks supports no score options but bounds",
+            ),
             (
                 pair and problem.cu_seqlens_q is not None,
-                "a pair of thread blocks begins with the first row of the arrays",
+                "a pair of thread blocks supports no packed sequences",
             ),
             (
                 _lacks_registers(request),
-                "registers do not hold a bias of these strides, or beside that many options",
+                "registers do not hold a bias with these strides or this many options",
             ),
         )
         if not reason and pair != (smallest(ROWS, problem)[0] > WIDEST_ALONE):
-            return "the other kernel of all gradients is for this head size"
+            return "the other one-pass kernel is for this head size"
         return reason
 
     def check(self) -> None:
         super().check()
         if self.grad_bias and not self.can_write_bias:
-            raise ValueError(f"{self.grad_bias=}: ds of a block is not the gradient of a bias")
+            raise ValueError(f"{self.grad_bias=}: the kernel cannot compute this bias's gradient")
 
     @property
     def can_write_bias(self) -> bool:

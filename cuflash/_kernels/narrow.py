@@ -38,7 +38,9 @@ class NarrowConfig(KernelConfig):
     def check(self) -> None:
         own = getattr(self, self.owned)
         if own % self.num_threads or self.split_columns != 1:
-            raise ValueError(f"{own} rows by {self.num_threads=}, {self.split_columns=} by 1")
+            raise ValueError(
+                f"{own} rows must be a multiple of {self.num_threads=}, and {self.split_columns=} 1"
+            )
 
     @property
     def numbers(self) -> int:
@@ -90,9 +92,12 @@ def against(request: Request) -> str:
     problem = request.problem
     wins = problem.dtype in (np.float32, np.float64) or shares_bias(problem)
     return wgmma.first_reason(
-        (not wins, "tensor cores are fast enough for 16 bits without a bias of keys alone"),
+        (
+            not wins,
+            "tensor cores are fast enough for 16 bits unless only a bias for each key is added",
+        ),
         (wgmma.widest(problem) > WIDEST, f"head sizes above {WIDEST} are for tensor cores"),
-        (bool(problem.formulas), "nobody knows how many registers a formula takes"),
+        (bool(problem.formulas), "a formula's registers are unknown"),
     )
 
 

@@ -151,7 +151,7 @@ def backward(
             n: score_sums(problem, n, gradients[n].shape, num_sms) for n in SUMMED if n in gradients
         }
         if sums or "sink" in gradients:
-            refuse_capture("wrt", "q, k and v alone: the others need memory of their own")
+            refuse_capture("wrt", "q, k and v alone: other gradients need scratch memory")
         totals = {
             sums_of(n): gradients[n] if own.is_gradient else cupy.zeros(own.shape, real)
             for n, own in sums.items()

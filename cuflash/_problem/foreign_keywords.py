@@ -22,7 +22,7 @@ _PACKED = "packed sequences are attention_varlen(q, k, v, cu_seqlens_q, cu_seqle
 _PAGES = (
     "pages are attention_paged(q, k_pages, v_pages, page_table, kv_lengths), and have no gradient"
 )
-_CALL = "it belongs to the call and not to its score options: attention(q, k, v, {}=...)"
+_CALL = "it is a parameter of the call and no score option: attention(q, k, v, {}=...)"
 #: Keywords of flash-attn, PyTorch, JAX, xformers, flashinfer and ONNX, and what to write here.
 ADVICE = {
     **dict.fromkeys(("q", "k", "v", "query", "key", "value", "dout", "lse"), _POSITION),
@@ -40,7 +40,7 @@ ADVICE = {
     ),
     **dict.fromkeys(
         ("window_size", "local_window_size", "sliding_window", "local_window"),
-        "did you mean window=(left, right)? None is unbounded, where flash-attn writes -1",
+        "did you mean window=(left, right)? None means no bound, which is -1 in flash-attn",
     ),
     "is_causal": 'did you mean causal=? PyTorch and JAX align at the first key: causal="top_left"',
     **dict.fromkeys(("attn_mask", "attention_mask"), _MASK),
@@ -72,7 +72,7 @@ ADVICE = {
     ),
     **dict.fromkeys(
         ("rotary_cos", "rotary_sin", "rotary_interleaved"),
-        "queries and keys turn before the call: cuflash.rotary(x, positions)",
+        "rotate q and k before the call: cuflash.rotary(x, positions)",
     ),
     "layout": "did you mean axes=? (batch, seqlen, heads, head_dim) is axes=[(-3, -1)] * 4",
     "num_splits": "leave it out: the number of splits follows from the shapes",
@@ -104,7 +104,7 @@ ADVICE_FOR_OTHERS = {
     **dict.fromkeys(("num_blocks", "num_pages"), _SIZES.format("pages")),
     **dict.fromkeys(("block_size", "page_block_size"), _SIZES.format("page_size")),
     **dict.fromkeys(("max_seqlen", "max_seq_len", "capacity"), _SIZES.format("max_length")),
-    "device": "did you mean like=? The cache lies where this array does",
+    "device": "did you mean like=? The cache is allocated on the device of this array",
     "dim": "did you mean axis=?",
 }
 _LENGTHS_FOR_PAGES = (

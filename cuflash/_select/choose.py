@@ -196,7 +196,7 @@ def _fused(call: _Call, names: frozenset[str], override: BackwardConfigs) -> Ker
 def _passes_of(result: str, call: _Call, override: KernelConfig | None) -> tuple[KernelConfig, ...]:
     found = _first_passes(result, call, override)
     if not found and override is None:
-        raise NoKernel(f"{call.request.problem.dtype} on {call.hardware.name}")
+        raise NoKernel(f"no kernel for {call.request.problem.dtype} on {call.hardware.name}")
     if not found:
         raise unusable_config(override, call.request.problem, call.hardware)
     return found
@@ -240,7 +240,7 @@ def _first_passes(
 def unusable_config(config: KernelConfig | None, problem: Problem, hardware: Hardware) -> Exception:
     """The error of a caller's ``config`` that cannot serve the call."""
     got = config.__class__.__name__
-    fix = "leave it out, and the kernel that serves is chosen"
+    fix = "without config= the library chooses a kernel"
     if config is not None and config.for_sm90 and not hardware.hopper:
         return problem_with(
             "config", ValueError, got=f"{got} on {hardware.name} ({hardware.arch})",
@@ -251,7 +251,7 @@ def unusable_config(config: KernelConfig | None, problem: Problem, hardware: Har
         reason = why_portable(problem, hardware, config.computes)
     return problem_with(
         "config", ValueError, got=got + (f" where {reason}" if reason else ""),
-        expected="head sizes, options, strides and alignments that it can serve", fix=fix,
+        expected="head sizes, options, strides and alignments that it supports", fix=fix,
     )  # fmt: skip
 
 

@@ -224,7 +224,9 @@ def from_devices(devices: Any, /, *, transport: str = "auto") -> Communicator:
     peers = transport != "nccl" and are_peers(numbers)
     if transport == "copy" and not peers:
         wrong = f"GPUs {shown(list(numbers))}, of which some cannot reach another's memory"
-        raise wrong_value("devices", wrong, 'peers for transport="copy"', 'use transport="nccl"')
+        raise wrong_value(
+            "devices", wrong, 'GPUs that can, for transport="copy"', 'use transport="nccl"'
+        )
     if peers:
         return Peers(numbers)
     _require_nccl()
@@ -266,7 +268,7 @@ def _number(found: Mapping[str, str], name: str, default: int = 0) -> int:
     try:
         return int(text)
     except (TypeError, ValueError):
-        raise wrong_value(name, shown(text), "a number, as a launcher sets it") from None
+        raise wrong_value(name, shown(text), "an int, as launchers set it") from None
 
 
 def _beside_torchrun(found: Mapping[str, str]) -> str:
@@ -338,7 +340,7 @@ def _secret(secret: Any) -> bytes:
     found = os.environ.get(SECRET) if secret is None else secret
     fix = f"export {SECRET}=$(openssl rand -hex 16) before all ranks start"
     if found is None:
-        raise wrong_value("secret", "none", "what all ranks know and nobody else", fix)
+        raise wrong_value("secret", "none", "a secret that only the ranks know", fix)
     if not isinstance(found, str | bytes):
         raise wrong_type("secret", type(found).__name__, "a str or bytes", fix)
     if len(found) < _LEAST_SECRET:
