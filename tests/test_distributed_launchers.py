@@ -136,7 +136,7 @@ def test_ranks_that_were_told_of_other_numbers():
     for thread in threads:
         thread.join()
     assert set(errors) == {0, 1}
-    assert all("rank 1 was told of 3 ranks, rank 0 of 2" in text for text in errors.values())
+    assert all("rank 1 got size 3, rank 0 got size 2" in text for text in errors.values())
 
 
 ALONE = {"secret": "long enough", "transport": "host", "address": "127.0.0.1:0"}

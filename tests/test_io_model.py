@@ -282,4 +282,4 @@ def test_explain_shows_the_gradient_kernel_by_kernel(capsys):
     assert f"added                {own['sum']['added'] / 1e6:12.2f} MB" in text
     _, text, _ = command(capsys, "--arch", "sm_80", "--arrays", "bias")
     assert "added  " not in text
-    assert "MB of the gradient (IO model, as without bias)" in text
+    assert "MB of the gradient (IO model, which ignores bias)" in text

@@ -279,7 +279,7 @@ def test_an_array_of_a_cache_is_not_replaced() -> None:
     """An array of a cache can be changed in place, but not replaced."""
     cache = full_cache()
     for name in ("k_pages", "v_pages", "page_table", "lengths", "dropped"):
-        message = rf"{name}: got list, expected the array.* write into it: cache\.{name}\[\.\.\.\]"
+        message = rf"{name}: got list, expected the existing .* write into it: cache\.{name}\[\.\.\.\]"
         with pytest.raises(AttributeError, match=message):
             setattr(cache, name, [0, 0, 0])
     cache.lengths -= 1
@@ -382,7 +382,9 @@ def test_a_number_of_no_page_is_an_error(number: int) -> None:
     cache.append(*new)  # takes a page for this number
     before = [a.copy() for a in cache.arrays]
     cache.page_table[2, 0] = before[2][2, 0] = number
-    with pytest.raises(ValueError, match=rf"page_table: got numbers from .*{number}.* within the"):
+    with pytest.raises(
+        ValueError, match=rf"page_table: got page numbers from .*{number}.* within the"
+    ):
         cache.append(*new)
     for old, now in zip(before, cache.arrays, strict=True):
         np.testing.assert_array_equal(old, now)

@@ -235,9 +235,9 @@ def test_a_formula_that_raises_leaves_out_as_it_was(lengths: tuple[int, ...]) ->
          "k_pages: got no pages"),
         ({2: np.zeros((7, 2, 4, 5), np.float32)}, TypeError, "v_pages: got dtype float32"),
         ({3: np.zeros((2, 3), int)}, ValueError, r"page_table: got shape \(2, 3\)"),
-        ({3: np.zeros((3, 3))}, TypeError, "page_table: got dtype float64, expected integers"),
-        ({3: np.full((3, 3), 7)}, ValueError, "page_table: got numbers from 7 to 7"),
-        ({3: np.full((3, 3), -1)}, ValueError, "page_table: got numbers from -1 to -1"),
+        ({3: np.zeros((3, 3))}, TypeError, "page_table: got dtype float64, expected an integer"),
+        ({3: np.full((3, 3), 7)}, ValueError, "page_table: got page numbers from 7 to 7"),
+        ({3: np.full((3, 3), -1)}, ValueError, "page_table: got page numbers from -1 to -1"),
         (
             {1: np.zeros((7, 2, 4, 6), complex)},
             TypeError,

@@ -74,7 +74,7 @@ def test_the_shipped_configuration_is_a_member(kernel, head_dim):
 
 
 def test_one_pass_is_tuned_where_it_runs():
-    with pytest.raises(ValueError, match="expected a kernel that serves this problem"):
+    with pytest.raises(ValueError, match="expected a kernel that supports this problem"):
         tuning.space(replace(WORK, arrays=("mask",), softcap=3.0), "backward_sm90", arch="sm_90a")
     found = tuning.space(WORK, "backward_sm90", arch="sm_90a")
     row = measured.Row(
@@ -279,7 +279,7 @@ def test_wide_dtypes_have_spaces_of_their_own(kernel, head_dim, dtype, precision
     assert {c.config.precision for c in found} == {precision}
     assert {c.config.wide_float64 for c in found} == {dtype == "float64"}
     assert ("tf32" in measured.options_of(found.default)) == (precision == "tf32")
-    with pytest.raises(ValueError, match="expected a kernel that serves this problem"):
+    with pytest.raises(ValueError, match="expected a kernel that supports this problem"):
         tuning.space(work, "forward_sm90", arch="sm_90a")
 
 

@@ -387,7 +387,7 @@ WRONG = {
     "a tuple": ({"ends_k": (0, 5)}, TypeError, "cu_seqlens_k: .*tuple"),
     "a matrix": ({"ends_q": np.zeros((2, 2), int)}, ValueError, r"cu_seqlens_q: .*\(2, 2\)"),
     "nothing": ({"ends_q": np.zeros(0, int)}, ValueError, "cu_seqlens_q: "),
-    "decreasing": ({"ends_q": np.array([0, 5, 3])}, ValueError, "cu_seqlens_q: .*decrease"),
+    "decreasing": ({"ends_q": np.array([0, 5, 3])}, ValueError, "cu_seqlens_q: .*decreasing"),
     "negative": ({"ends_q": np.array([-1, 5, 6])}, ValueError, "cu_seqlens_q: .*from 0 to"),
     "past the end": ({"ends_k": np.array([0, 5, 13])}, ValueError, "cu_seqlens_k: .*from 0 to 12"),
     "of other numbers": ({"ends_k": np.array([0, 5])}, ValueError, "cu_seqlens_k: .*1 sequences"),

@@ -206,7 +206,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines += [f"  {name:<15} {text}" for name, text in _rows(own, found["device"])]
     if "io" in found:
         arrays = found["workload"]["arrays"]
-        without = f", without {', '.join(arrays)}" if arrays else ""
+        without = f", which ignores {', '.join(arrays)}" if arrays else ""
         lines += ["", f"bytes of the forward (IO model{without})", *_io_lines(found["io"])]
         if "io_gradient" in found:
             lines += ["", f"MB of the gradient (IO model{without})"]

@@ -123,7 +123,7 @@ def gradient(work: Workload, config: Any, splits: int = 1, dq_sums: int = 1) -> 
         loaded = _loaded_by_keys(work, config, splits)
     elif config.computes != "delta":
         raise wrong_value(
-            "kernel", config.kernel, "a kernel of out, dq, dk or dv: the IO model has no other"
+            "kernel", config.kernel, "one of the gradients of q, k and v: the IO model has no other"
         )
     if config.computes == "dqkv":
         summed, keys = _sums(work, config), least_bytes(work, "backward_combine")[1]

@@ -270,15 +270,13 @@ class KernelConfig:
             if name == self.owned and self.simt and value > self.max_simt_rows:
                 raise ValueError(f"{name} = {value} must be at most {self.max_simt_rows}")
         if self.result_columns % (16 * self.split_columns):
-            own, parts = self.result_columns, self.split_columns
+            columns = f"{self.result_columns} columns"
             raise ValueError(
-                f"{own} columns must be a multiple of 16 * split_columns, {16 * parts}"
+                f"{self.split_columns=}: {columns} must be a multiple of 16 times that"
             )
         rows = self.row_warps * int(getattr(self, self.owned))
         if rows % (16 * self.num_warps):
-            raise ValueError(
-                f"{rows} rows must be a multiple of 16 * num_warps, {16 * self.num_warps}"
-            )
+            raise ValueError(f"{self.num_warps=}: {rows} rows must be a multiple of 16 times that")
 
     def __getattr__(self, name: str) -> Any:
         try:
