@@ -279,7 +279,7 @@ def test_an_array_of_a_cache_is_not_replaced() -> None:
     """An array of a cache can be changed in place, but not replaced."""
     cache = full_cache()
     for name in ("k_pages", "v_pages", "page_table", "lengths", "dropped"):
-        message = rf"{name}: got list, expected the existing .* write into it: cache\.{name}\[\.\.\.\]"
+        message = rf"{name}: got list, expected the exist.* write into it: cache\.{name}\[\.\.\.\]"
         with pytest.raises(AttributeError, match=message):
             setattr(cache, name, [0, 0, 0])
     cache.lengths -= 1

@@ -413,7 +413,7 @@ def test_what_does_not_compile_is_a_fact():
             "backward_dkv_partners",
             {},
             {"block_m": 96, "num_warps": 2},
-            "at most .*=64: a thread a row",
+            "at most .*=64: one thread loads",
         ),
         ("backward_dkv_partners", {}, {"block_m": 48}, "block_m = 48 must be one of"),
         ("backward_dq_partners", {}, {"block_n": 48}, "block_n = 48 must be one of"),

@@ -55,9 +55,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     group.add_argument("--strategy", default="exhaustive", help="exhaustive (default), random, ...")
     group.add_argument("--budget", type=positive, help="most configurations to time")
     group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--file", type=Path, help="file of the rows, one JSON object a line")
     group.add_argument(
-        "--no-check", dest="check", action="store_false", help="do not check the results"
+        "--file", type=Path, help="rows, one JSON object a line (default: a new name)"
+    )
+    group.add_argument(
+        "--no-check", dest="check", action="store_false", help="do not compare with the reference"
     )
     group.add_argument(
         "--time-limit", type=positive_number, default=30.0, help="seconds for each configuration"

@@ -150,10 +150,7 @@ def compile_static(config: KernelConfig, arch: str, compiler: Compiler | None = 
         found = [int(n) for n in re.findall(pattern, log)]
         if not found:
             raise CompileError(
-                f"{config.entry}: no '{pattern}' in the compiler's log",
-                config=config,
-                log=log,
-                source=None,
+                f"{config.entry}: no '{pattern}' in the log", config=config, log=log, source=None
             )
         return found
 

@@ -22,7 +22,7 @@ class BackwardKVTf32Sm90Config(tf32_sm90.Tf32Config):
         hidden = self.mask or self.mask_mod or not self.bias == self.segment_ids == "none"
         if hidden and self.block_m != 32:
             raise ValueError(
-                f"block_m = {self.block_m} must be 32 with a bias, mask or segment ids"
+                f"block_m = {self.block_m} must be 32 with a bias, a mask or segment ids"
             )
 
     @property

@@ -209,9 +209,7 @@ def chosen(
     able = [c for c in able if c.method != "usp"]
     enough = [c for c in able if memory is None or c.backward.taken <= memory]
     if not enough:
-        return min(
-            able, key=lambda c: c.backward.taken
-        ), "no method fits into memory, this one needs the least"
+        return min(able, key=lambda c: c.backward.taken), "no method fits: it takes least memory"
     return (
         min(enough, key=lambda c: (c.sent, c.method != "ring")),
         "the fewest bytes of the methods that fit into memory",
