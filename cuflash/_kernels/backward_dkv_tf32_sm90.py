@@ -41,8 +41,8 @@ class BackwardKVTf32Sm90Config(tf32_sm90.Tf32Config):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        reason = tf32_sm90.against(request)
-        return reason or portable.against_passes(request.problem, _passes(request))
+        reason = tf32_sm90.why_not(request)
+        return reason or portable.why_not_passes(request.problem, _passes(request))
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:

@@ -58,7 +58,7 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
             problem.sink,
         )  # fmt: skip
         light = plain and all(bound is None for bound in bounds)
-        return wgmma.against(request) or wgmma.first_reason(
+        return wgmma.why_not(request) or wgmma.first_reason(
             (64 < widest <= 96, "narrower 16-bit tiles are as fast"),
             (widest > 128, "registers cannot hold two accumulators of wider heads"),  # D195
             (not problem.seqlen_k, "there are no keys, and a tensor map needs at least one row"),

@@ -83,13 +83,13 @@ ROWS = (
     Row("mask tiles", (96, 96), (128, 128, 2, 2, 4)),
     Row("mask tiles", (128, 128), (128, 128, 2, 2, 4), "D8"),
     # Where the tiles above spill, which few of these cases do, and some with one compiler only.
-    Row("all that takes registers", (128, 128), (128, 64, 2, 2, 0)),
+    Row("high register pressure", (128, 128), (128, 64, 2, 2, 0)),
     Row("softcap, packed, offsets", (256, 256), (128, 32, 2, 1, 0)),
     Row("bias of float16, parts", (128, 128), (128, 80, 2, 2, 0)),
     # Segments (ids are looked up for each key), or a left bound with packing or a bias.
-    Row("crowded, packed", (128, 128), (128, 64, 2, 2, 0)),
-    Row("crowded", (192, 128), (128, 64, 2, 1, 0)),
-    Row("crowded", (192, 192), (128, 48, 2, 1, 0)),
+    Row("few registers, packed", (128, 128), (128, 64, 2, 2, 0)),
+    Row("few registers", (192, 128), (128, 64, 2, 1, 0)),
+    Row("few registers", (192, 192), (128, 48, 2, 1, 0)),
 )
 WIDEST_LOOK_UP = 128  # largest head size with shared memory for a mask or a bias
 _MASK_STAGES = 2  # buffers of a mask
@@ -170,7 +170,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         sliding = problem.window_left is not None
         partial = problem.merges_partial or problem.out.dtype != problem.dtype
         pages = problem.pages
-        return wgmma.against_halves(request) or wgmma.first_reason(
+        return wgmma.why_not_halves(request) or wgmma.first_reason(
             (problem.formulas is not None, "a formula's registers are unknown"),
             (biased and packed, "a bias of packed sequences spills registers in some cases"),
             (
@@ -275,7 +275,7 @@ def _holding(request: Request, stages: dict[str, int]) -> dict[str, bool]:
         "few tiles": few_tiles,
         "short sequences": packed and not sink and not few_tiles,
         "score math": needs_score_math(problem),
-        "all that takes registers": register_pressure(problem) > _MOST_PRESSURE,
+        "high register pressure": register_pressure(problem) > _MOST_PRESSURE,
         f"{alone} alone": bool(alone),
         "softcap": problem.softcap is not None,
         "dropout": problem.dropout > 0,
@@ -285,7 +285,7 @@ def _holding(request: Request, stages: dict[str, int]) -> dict[str, bool]:
         "bias of float16": biased and problem.bias.dtype == np.float16,
         "bias tiles": "bias_stages" in stages,
         "mask tiles": "mask_stages" in stages,
-        "crowded": problem.segment_ids_q is not None
+        "few registers": problem.segment_ids_q is not None
         or (needs_score_math(problem) and sliding and (packed or biased)),
     }
 

@@ -39,7 +39,7 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
         problem = request.problem
         wide = wgmma.widest(problem) > 64
         of_scores = register_pressure(problem) > 0 or problem.bias is not None
-        return tf32_sm90.against(request) or wgmma.first_reason(
+        return tf32_sm90.why_not(request) or wgmma.first_reason(
             (
                 wide and problem.segment_ids_q is not None,
                 "segment ids of 64 keys spill registers at head size 128",

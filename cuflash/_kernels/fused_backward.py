@@ -58,7 +58,7 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
         leave too few registers for them.
         """
         problem, pair = request.problem, cls.cluster_blocks == 2
-        reason = wgmma.against_halves(request) or wgmma.against_broadcast(request)
+        reason = wgmma.why_not_halves(request) or wgmma.why_not_broadcast(request)
         reason = reason or wgmma.first_reason(
             (problem.k.summed != problem.v.summed, "k and v are broadcast along different axes"),
             (problem.head_dim_v > problem.head_dim, "registers hold no head_dim_v above head_dim"),

@@ -60,7 +60,7 @@ class NarrowBackwardConfig(NarrowConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        return against(request)
+        return why_not(request)
 
     @classmethod
     def tiled(cls, request: Request, **own: Any) -> Self:
@@ -87,7 +87,7 @@ def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
     }
 
 
-def against(request: Request) -> str:
+def why_not(request: Request) -> str:
     """Why no narrow kernel serves a request; empty where one does. (D64)"""
     problem = request.problem
     wins = problem.dtype in (np.float32, np.float64) or shares_bias(problem)

@@ -235,7 +235,7 @@ def shares_keys(problem: Problem, names: Sequence[str]) -> bool:
     return all(own[i] for own in read for i, is_summed in enumerate(summed) if is_summed)
 
 
-def against_passes(problem: Problem, passes: Sequence[str]) -> str:
+def why_not_passes(problem: Problem, passes: Sequence[str]) -> str:
     """Why kernels that load keys once for each result do not support these passes; or empty."""
     if all(shares_keys(problem, names) for names in passes):
         return ""
@@ -309,7 +309,7 @@ class PartnersConfig(KernelConfig):
             raise ValueError(f"num_warps = {self.num_warps} must be even: two warps share rows")
 
 
-def against_partners(request: Request, rows: Sequence[Row]) -> str:
+def why_not_partners(request: Request, rows: Sequence[Row]) -> str:
     """Why no kernel with partners (warps that share rows) serves a request; or empty."""
     problem = request.problem
     if request.simt or problem.dtype != np.float64:

@@ -46,13 +46,13 @@ class Tf32Config(KernelConfig):
             raise ValueError(f"{self.head_dim=}, {self.head_dim_v=} must be 64 or 128")
 
 
-def against(request: Request) -> str:
+def why_not(request: Request) -> str:
     """Why no float32 kernel for Hopper serves a request; empty where one may."""
     problem = request.problem
     options = register_pressure(problem) + (problem.bias is not None)
     options += problem.segment_ids_q is not None  # segments count twice: ids of both sides
     widest = wgmma.widest(problem)
-    return wgmma.against(request) or wgmma.first_reason(
+    return wgmma.why_not(request) or wgmma.first_reason(
         (
             problem.dtype != np.float32,
             f"Hopper's TF32 products are for float32, not {problem.dtype}",

@@ -28,7 +28,7 @@ def first_reason(*reasons: tuple[bool, str]) -> str:
     return next((text for applies, text in reasons if applies), "")
 
 
-def against(request: Request) -> str:
+def why_not(request: Request) -> str:
     """Why no kernel for Hopper runs on the device; empty where one does."""
     return first_reason(
         (request.capability != 90, f"sm_{request.capability} has no wgmma, which only sm_90 has"),
@@ -36,10 +36,10 @@ def against(request: Request) -> str:
     )
 
 
-def against_halves(request: Request) -> str:
+def why_not_halves(request: Request) -> str:
     """Why no 16-bit kernel for Hopper serves a request; empty where one may."""
     problem = request.problem
-    return against(request) or first_reason(
+    return why_not(request) or first_reason(
         (
             problem.dtype not in HALVES,
             f"Hopper's kernels multiply 16-bit elements, not {problem.dtype}",
@@ -49,7 +49,7 @@ def against_halves(request: Request) -> str:
     )
 
 
-def against_broadcast(request: Request) -> str:
+def why_not_broadcast(request: Request) -> str:
     """Why no kernel for Hopper computes dq for a request; empty where one may."""
     broadcast = any(request.problem.q.summed)
     return "q is broadcast: its gradient is a sum over batch entries" if broadcast else ""
@@ -68,7 +68,7 @@ def widest(problem: Problem) -> int:
     return max(problem.head_dim, problem.head_dim_v)
 
 
-def crowds_gradient(problem: Problem) -> bool:
+def leaves_few_registers(problem: Problem) -> bool:
     """Do options need registers that only smaller tiles of a gradient leave?"""
     beside = sum(x is not None for x in (problem.bias, problem.formulas))
     return (problem.dropout > 0 or beside > 0) and register_pressure(problem) + beside > 2
