@@ -184,7 +184,7 @@ def test_help_names_results_that_are_committed(command):
             "--parameters block_n=128 block_m=64",
             "block_n = 128 must be 64 or 96",
         ),
-        ("cache warm --arch sm_80 --head-dims x", "expected ints between commas"),
+        ("cache warm --arch sm_80 --head-dims x", "expected comma-separated ints"),
         ("tune --parameters block_n=a --list", "expected NAME=VALUE,VALUE"),
         ("tune --kernel forward", "invalid choice: 'forward'"),
         ("cache burn", "invalid choice: 'burn'"),
