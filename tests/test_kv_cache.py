@@ -234,7 +234,7 @@ def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
         (lambda c, k, v: c.append(k, v, frequencies=np.ones(1)), ValueError, "rotary: got False"),
         (lambda c, k, v: c.append(k, v, rotary=1), TypeError, "rotary: got 1"),
         (lambda c, k, v: c.append(k, v, rotary=True, frequencies=np.ones(3)), ValueError,
-         r"frequencies: got shape \(3,\), expected shape \(r,\) with 2 r at most the 4"),
+         r"frequencies: got shape \(3,\), expected shape \(r,\) where 2 r is at most 4"),
         (lambda c, k, v: c.append(k, v, count=3), TypeError,
          "count: got an unknown keyword, .*did you mean counts="),
         (lambda c, k, v: c.take([0, 1, 2], block_size=3), TypeError,

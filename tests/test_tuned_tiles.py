@@ -313,8 +313,8 @@ def test_a_tile_that_is_not_legal_is_not_saved(tmp_path, rows):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "no JSON"),
-        ("{", "no JSON"),
+        ("", "invalid JSON"),
+        ("{", "invalid JSON"),
         ("[]", "another format"),
         ('{"format": "cuflash tiles 0", "tiles": []}', "another format"),
         ('{"format": "cuflash tiles 1"}', 'no list "tiles"'),

@@ -379,7 +379,7 @@ FINAL = {"kind": "final", "ms": {}}
     ("content", "message"),
     [
         ("", None),
-        ("not a sweep\n", "line 1: no JSON"),
+        ("not a sweep\n", "line 1: invalid JSON"),
         ('{"cache": {}}\n', 'line 1: not an object of kind "sweep"'),
         ('{"kind": "sweep", "format": 1}\n', "line 1: no workload, kernel"),
         ({}, 'line 2: not kind "config"'),
@@ -395,7 +395,7 @@ FINAL = {"kind": "final", "ms": {}}
         (FINAL | {"ms": [1]}, "line 2: ms [1]"),
         (FINAL | {"left_out": []}, "line 2: left_out []"),
         (FINAL | {"default_ms": "x"}, 'line 2: default_ms "x"'),
-        ("HEADER{oh\nno}\n", "line 2: no JSON"),
+        ("HEADER{oh\nno}\n", "line 2: invalid JSON"),
         ('{"kind": "sw', "no complete line"),
         (b"\xff\xfe\x00", "bytes that are no text"),
     ],
