@@ -95,7 +95,7 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
             kind = type(error) if isinstance(error, OSError) else ValueError
             raise problem_with(
                 "folder", kind, got=f"{shown(shared)} ({getattr(error, 'strerror', error)})",
-                expected="a folder that can be made and written",
+                expected="a folder that can be created and written to",
             ) from None  # fmt: skip
     facts = compile_all(configs, hardware, processes=processes, shared=shared)
     for config, found in facts.items():
@@ -111,9 +111,9 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     lost = [path for path in files if not cubin_cache.verified(path)]
     if lost:
         raise problem_with(
-            "folder", OSError, got=f"{lost[0].parent}, which did not keep {lost[0].name}",
-            expected="a folder that can be written and has room",
-            fix="pass another, or unset CUPY_CACHE_IN_MEMORY" if _cupy.in_memory() else "",
+            "folder", OSError, got=f"{lost[0].parent}, where {lost[0].name} was not stored",
+            expected="a writable folder with free space",
+            fix="pass another folder, or unset CUPY_CACHE_IN_MEMORY" if _cupy.in_memory() else "",
         )  # fmt: skip
     return tuple(files)
 
@@ -126,7 +126,7 @@ def _hardware_of(arch: str | None) -> Hardware:
     found = select_hardware.present()
     if found is None:
         expected = f"one of {', '.join(select_hardware.ARCHITECTURES)}"
-        raise wrong_value("arch", "None, and no device is here", expected)
+        raise wrong_value("arch", "None on a machine without a GPU", expected)
     return found
 
 

@@ -39,9 +39,9 @@ class Native(Protocol):
 NativeT = TypeVar("NativeT", bound=Native)
 
 #: Exporters raise these, for example for a tensor that requires its gradient or an unknown dtype.
-_NOT_HANDED_OUT = (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError)
+_NOT_EXPORTED = (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError)
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
-_EXPECTED = "a NumPy or CuPy array, or another library's array that DLPack hands out"
+_EXPECTED = "a NumPy or CuPy array, or an array that exports its memory through DLPack"
 
 
 def is_cupy(array: object) -> bool:
@@ -71,8 +71,8 @@ def native(name: str, array: object) -> Array:
             return _cupy(name).from_dlpack(array)
         if hasattr(array, "__cuda_array_interface__"):
             return _from_cuda_array_interface(_cupy(name), array)
-    except _NOT_HANDED_OUT as error:
-        got += f" that is not handed out ({type(error).__name__}: {error})"
+    except _NOT_EXPORTED as error:
+        got += f" that DLPack could not export ({type(error).__name__}: {error})"
     fix = "wrap it in np.asarray" if isinstance(array, list | tuple | int | float) else ""
     if getattr(array, "requires_grad", False) is True:
         fix = f"write {name}.detach()"
@@ -139,7 +139,7 @@ def same_module(**arrays: Array | None) -> ModuleType:
             device = None if own is np else array.data.device_id
         elif own is not module:
             expected = f"a {module.__name__} array like {first_name}"
-            fix = "move one with cupy.asarray or cupy.asnumpy"
+            fix = "move one of them with cupy.asarray or cupy.asnumpy"
             raise wrong_type(name, f"a {own.__name__} array", expected, fix)
     return module or np
 
@@ -148,7 +148,7 @@ def refuse_capture(argument: str, expected: str) -> None:
     """Raise while CuPy's current stream is capturing: the pool may reuse memory before a replay."""
     if is_capturing():
         raise RuntimeError(
-            f"{argument}: nothing can be allocated while a graph is captured, expected {expected}"
+            f"{argument}: cannot allocate while a CUDA graph is captured, expected {expected}"
         )
 
 
@@ -160,7 +160,7 @@ def is_capturing() -> bool:
 def refuse_captured(xp: ModuleType, function: str) -> None:
     """Raise while CuPy's stream captures ``function``, whose CuPy operations allocate memory."""
     if xp is not np:
-        refuse_capture(function, "a call outside of the capture: its steps need memory")
+        refuse_capture(function, "a call outside the capture, since it needs memory")
 
 
 def converted(argument: str, array: Array, dtype: np.dtype[Any]) -> Array:

@@ -48,14 +48,14 @@ struct ScoreParams {
   const void* v_scale;  // ()
   const void* cu_seqlens_q;  // (sequences + 1), contiguous: where packed sequences begin and end
   const void* cu_seqlens_k;  // (sequences + 1), contiguous
-  const void* formula_array0;  // of the caller's formulas, contiguous
+  const void* formula_array0;  // arrays of the caller's formulas, contiguous
   const void* formula_array1;
   const void* formula_array2;
   const void* formula_array3;
   const void* formula_array4;
   const void* formula_array5;
   uint64_t dropout_seed;  // a number, patched at each launch as the addresses are
-  uint64_t entry_number;  // of the first batch entry, patched like the seed
+  uint64_t entry_number;  // number of the first batch entry, patched like the seed
   Layout bias_layout;
   Layout mask_layout;
   BatchStrides offset_strides;
@@ -74,29 +74,29 @@ struct ScoreParams {
   int64_t offset_value;  // used where Config::offset is `value`
   int64_t window_left;  // used where Config::window_left; below 2^60
   int64_t window_right;
-  int32_t diagonal_begin;  // what Score makes of these, used where Config::offset is `value`
+  int32_t diagonal_begin;  // first diagonal in the window, used where Config::offset is `value`
   int32_t diagonal_end;
-  int32_t seqlen_q;  // extents of the arrays; of packed ones, of all sequences together
+  int32_t seqlen_q;  // extents of the arrays; rows of all sequences if they are packed
   int32_t seqlen_k;
   int32_t num_sequences;
   int32_t num_heads;
-  int32_t q_length;  // used where there is no array of lengths
+  int32_t q_length;  // used where no array of lengths is passed
   int32_t kv_length;
-  int32_t first_query;  // where a part of a call begins, as dropout and formulas count
+  int32_t first_query;  // position of the first query in the whole call, for dropout and formulas
   int32_t first_key;
-  int32_t num_queries;  // of a head, used where Config::heads_in_rows
+  int32_t num_queries;  // queries of a head, used where Config::heads_in_rows
   Real scale;
   Real scale_log2;  // scale * log2(e)
   Real softcap;
   Real inverse_softcap;  // scale / softcap
-  Real near_product;  // the largest that is capped by a polynomial
+  Real near_product;  // largest product that is capped by a polynomial
   Real near_square;
-  Real capped_0;  // log2(exp(a capped score)) / product, by (product^2 - near_square)^0
-  Real capped_1;  // log2(exp(a capped score)) / product, by (product^2 - near_square)^1
-  Real capped_2;  // log2(exp(a capped score)) / product, by (product^2 - near_square)^2
-  Real capped_3;  // log2(exp(a capped score)) / product, by (product^2 - near_square)^3
-  uint32_t dropout_threshold;  // weights whose 16 bits are below are dropped
-  Real kept_scale;  // of the others
+  Real capped_0;  // coefficient of (product^2 - near_square)^0 in log2(exp(capped score)) / product
+  Real capped_1;  // coefficient of (product^2 - near_square)^1 in log2(exp(capped score)) / product
+  Real capped_2;  // coefficient of (product^2 - near_square)^2 in log2(exp(capped score)) / product
+  Real capped_3;  // coefficient of (product^2 - near_square)^3 in log2(exp(capped score)) / product
+  uint32_t dropout_threshold;  // weights with 16 random bits below it are dropped
+  Real kept_scale;  // factor of kept weights
 };
 // clang-format on
 // End of what tools/gen_score_params.py writes.

@@ -190,7 +190,7 @@ def call(name: str, **changes: Any) -> Any:
 
 #: The errors that are allowed. An error may name several arguments where they exclude each other.
 NAMED = re.compile(r"[\w.\[\]']+(, [\w.\[\]']+)*: "
-                   r"(got .*, expected |nothing can be allocated|an array on a GPU needs CuPy)"
+                   r"(got .*, expected |cannot allocate|an array on a GPU needs CuPy)"
                    r"|compiling needs CuPy")  # fmt: skip
 
 

@@ -33,7 +33,7 @@ ALONE = {"secret": "a secret", "transport": "host"}
 #: Errors allowed beside NAMED: features that this version lacks, ranks that differ or fail.
 ALSO_NAMED = re.compile(
     r"[\w, ]+: got .*; all ranks make the same call|.*: not available in this version"
-    r"|no launcher has set RANK|the communicator|nobody can listen at "
+    r"|no launcher has set RANK|the communicator|cannot listen at "
 )
 
 

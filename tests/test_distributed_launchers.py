@@ -136,7 +136,7 @@ def test_ranks_that_were_told_of_other_numbers():
     for thread in threads:
         thread.join()
     assert set(errors) == {0, 1}
-    assert all("rank 1 was told of 3 ranks, rank 0 of 2" in text for text in errors.values())
+    assert all("rank 1 got size 3, rank 0 got size 2" in text for text in errors.values())
 
 
 ALONE = {"secret": "long enough", "transport": "host", "address": "127.0.0.1:0"}
@@ -147,7 +147,7 @@ ALONE = {"secret": "long enough", "transport": "host", "address": "127.0.0.1:0"}
     [
         ({"transport": None}, TypeError, "transport: got None, expected 'nccl' or 'host'"),
         ({"transport": np.zeros(3)}, TypeError, "transport: got array"),
-        ({"device": -1}, ValueError, "device: got -1, expected an int from 0 on"),
+        ({"device": -1}, ValueError, "device: got -1, expected an int >= 0"),
         ({"init_timeout": "1"}, TypeError, "init_timeout: got '1', expected seconds, above 0"),
         ({"op_timeout": None}, TypeError, "op_timeout: got None"),
         ({"op_timeout": 10**400}, ValueError, "op_timeout: got an int beyond"),
@@ -168,7 +168,7 @@ def test_wrong_arguments_of_connect_are_named(wrong, error, message):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "first"}, "RANK: got 'first', expected a number, as a launcher sets it"),
+        ({"RANK": "first"}, "RANK: got 'first', expected an int, as launchers set it"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE: got ''"),
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK: got 'x'"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT: got 'http'"),
@@ -188,6 +188,6 @@ def test_an_address_that_is_taken_is_named():
         other.bind(("127.0.0.1", 0))
         other.listen()
         place = f"127.0.0.1:{other.getsockname()[1]}"
-        message = rf"nobody can listen at {place} \(.*in use"
+        message = rf"cannot listen at {place} \(.*in use"
         with pytest.raises(distributed.CommunicationError, match=message):
             distributed.connect(0, 1, **ALONE | {"address": place})

@@ -68,7 +68,7 @@ def test_arrays_of_gpus_over_sockets_are_refused(monkeypatch):
     monkeypatch.setattr(_processes, "is_cupy", lambda _: True)
 
     def run(comm):
-        with pytest.raises(TypeError, match="x: got a CuPy array, expected NumPy arrays over"):
+        with pytest.raises(TypeError, match="x: got a CuPy array, expected NumPy arrays with"):
             distributed.unshard(np.zeros((8, 4)), comm=comm)
 
     assert in_threads(2, run) == [None, None]

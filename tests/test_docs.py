@@ -26,7 +26,7 @@ PUBLIC = [name for name in cuflash.__all__ if inspect.isfunction(getattr(cuflash
 OF_TESTING = [f"testing.{n}" for n in cuflash.testing.__all__ if n != "FAMILIES"]
 PACKAGES = (cuflash.distributed, cuflash.reference, cuflash.testing, cuflash.tuning)
 #: These have no example of their own: functions that take or return them have one.
-SEEN_ELSEWHERE = {
+DOCUMENTED_BY_THEIR_FUNCTIONS = {
     "BackwardConfigs",
     "FAMILIES",
     "Facts",
@@ -41,7 +41,7 @@ SHOWN = [
     f"{module.__name__}.{name}"
     for module in (cuflash, *PACKAGES)
     for name in module.__all__
-    if name not in SEEN_ELSEWHERE
+    if name not in DOCUMENTED_BY_THEIR_FUNCTIONS
 ]
 
 

@@ -147,7 +147,7 @@ WRONG = {
     "lengths a list of floats": (
         call(kv_lengths=[[1.5], [2.0]]), TypeError, "kv_lengths", "dtype float64"),
     "window an int": (call(window=3), TypeError, "window", r"\(3, 3\)"),
-    "window negative": (call(window=(-1, 0)), ValueError, "window", "None is unbounded"),
+    "window negative": (call(window=(-1, 0)), ValueError, "window", "None means no bound"),
     "window of floats": (call(window=(1.5, None)), TypeError, "window", "pair"),
     "window of three": (call(window=(1, 2, 3)), TypeError, "window", "pair"),
     "window of arrays": (call(window=(np.array([1, 2]), 0)), TypeError, "window", "pair"),
@@ -365,7 +365,7 @@ WRONG = {
     "dlse of a wrong shape": (backward(dlse=np.zeros((2, 4))), ValueError, "dlse", "lse"),
     "wrt a string": (backward(wrt="q"), TypeError, "wrt", "tuple"),
     "wrt unknown": (backward(wrt=("dq",)), ValueError, "wrt", "'q'"),
-    "wrt an option that is absent": (backward(wrt=("bias",)), ValueError, "wrt", "bias is not one"),
+    "wrt an option that is absent": (backward(wrt=("bias",)), ValueError, "wrt", "has no bias"),
     "grads_out of a wrong shape": (
         lambda a: backward(grads_out=cuflash.Gradients(dq=a.k.copy()))(a), ValueError,
         "grads_out.dq", r"\(2, 4, 5, 8\)"),
@@ -401,7 +401,7 @@ WRONG = {
     "merge along a feature": (
         lambda a: cuflash.merge(a.out[None], a.lse[None], axis=4), ValueError, "axis", "from 0"),
     "merge of a sequence along axis 1": (
-        lambda a: cuflash.merge([a.out], [a.lse], axis=1), ValueError, "axis", "0 for a sequence"),
+        lambda a: cuflash.merge([a.out], [a.lse], axis=1), ValueError, "axis", "0 for a list"),
     "weights of everything": (
         lambda a: cuflash.weights(a.q, a.k, a.lse), ValueError, "rows", r"slice\(None\)"),
     "weights of a bool selection": (

@@ -332,10 +332,10 @@ def test_a_wrong_scale_is_named(name: str) -> None:
 
 def test_a_scale_belongs_to_8_bits() -> None:
     wide = Q.astype(np.float32)
-    with pytest.raises(TypeError, match="v_scale: got a scale of float32, expected v of float8"):
+    with pytest.raises(TypeError, match="v_scale: got a scale for v of float32, expected"):
         cuflash.attention(Q, Q, wide, v_scale=2.0)
     for name in ("q_scale", "k_scale", "v_scale"):
-        with pytest.raises(TypeError, match=f"{name}: got a scale of float32"):
+        with pytest.raises(TypeError, match=f"{name}: got a scale for . of float32"):
             cuflash.attention(wide, wide, wide, **{name: 2.0})
     for operand in (Q, wide):
         with pytest.raises(TypeError, match="v_scale"):
@@ -364,7 +364,7 @@ def test_the_number_of_blocks_says_how_long_they_are(length: int, exponent: int)
 def test_several_ranks_take_no_8_bits_yet() -> None:
     comm = cuflash.distributed.simulated(2)
     parts = [of_8_bits((4, 8, 16), i) for i in range(2)]
-    with pytest.raises(NotImplementedError, match="8 bits on several ranks"):
+    with pytest.raises(NotImplementedError, match=r"8-bit .* on several ranks"):
         cuflash.distributed.attention(parts, parts, parts, comm=comm)
 
 

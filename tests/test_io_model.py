@@ -253,7 +253,7 @@ def test_a_kernel_without_a_model_is_refused(capsys):
         io_model.gradient(replace(SMALL, dtype="float64"), cores)
     status, out, err = command(capsys, "--arch", "sm_86", "--dtype", "float64")
     assert (status, out) == (2, "")
-    assert "--io: got forward_sm80 on CUDA cores, expected kernels that bring tiles" in err
+    assert "--io: got forward_sm80 on CUDA cores, expected kernels that have tiles" in err
 
 
 def command(capsys, *words):
@@ -282,4 +282,4 @@ def test_explain_shows_the_gradient_kernel_by_kernel(capsys):
     assert f"added                {own['sum']['added'] / 1e6:12.2f} MB" in text
     _, text, _ = command(capsys, "--arch", "sm_80", "--arrays", "bias")
     assert "added  " not in text
-    assert "MB of the gradient (IO model, as without bias)" in text
+    assert "MB of the gradient (IO model, which ignores bias)" in text

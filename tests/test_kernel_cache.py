@@ -226,7 +226,9 @@ def test_whose_files_are_read(compiler, folder, monkeypatch, owner, folder_mode)
         warnings.simplefilter("always")
         assert compiler.kernel(CONFIG) == right()
     assert compiler.compilations == 1 + bool(refused)
-    assert ["any user may have written" in str(w.message) for w in caught] == [True] * bool(refused)
+    assert ["other users may have written" in str(w.message) for w in caught] == [True] * bool(
+        refused
+    )
 
 
 NO_NOTES = [b"", b"{", b"[]", b"1", b"\xff", b"[" * 100_000, b'{"a":' * 100_000]

@@ -219,7 +219,7 @@ def hopper_configs(problem: Problem, number: int) -> list[KernelConfig]:
     of_queries = chosen.one("backward_dq_sm90", problem)
     of_keys = chosen.passes("backward_dkv_sm90", problem, WANTED[number % 3])
     together = chosen.fused(problem, deterministic=bool(number % 2))
-    if wgmma.against_halves(Request(problem)):
+    if wgmma.why_not_halves(Request(problem)):
         assert of_queries is of_keys is together is None
     if together is not None:
         assert None not in (of_queries, of_keys), "what one pass serves, two serve, too"
@@ -237,7 +237,7 @@ def float32_configs(problem: Problem, number: int, copy_bytes: int) -> list[Kern
     of_keys = chosen.passes(
         "backward_dkv_tf32_sm90", problem, copy_bytes=copy_bytes, keys=WANTED[number % 3]
     )
-    if tf32_sm90.against(Request(problem)):
+    if tf32_sm90.why_not(Request(problem)):
         assert of_queries is of_keys is None
     found = [c for c in (forward, of_queries, *(of_keys or ())) if c is not None]
     assert all(c.smem_bytes <= HOPPER for c in found)

@@ -146,7 +146,7 @@ def test_more_heads_start_together_where_a_window_bounds_what_they_stream() -> N
         config = chosen.one("forward_sm90", problem)
         assert config is not None
         num_blocks = -(-16384 // config.block_m)
-        return sections._owners_side_by_side(problem, config, num_blocks, 132)
+        return sections._owners_drawn_together(problem, config, num_blocks, 132)
 
     assert side_by_side(causal=True) == side_by_side(window=(None, 0)) == 8
     assert side_by_side(window=(16000, 0)) == 8

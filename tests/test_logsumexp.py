@@ -309,10 +309,10 @@ def wrong_calls() -> dict[str, tuple[Callable[[], Any], type[Exception], str, st
             lambda: cuflash.logsumexp(q, k, axes=[(-2, -1)] * 3), ValueError, "axes", "pairs"
         ),
         "values": (
-            lambda: backward(dlse, q, k, lse, wrt=("q", "v")), ValueError, "wrt", "v is not one"
+            lambda: backward(dlse, q, k, lse, wrt=("q", "v")), ValueError, "wrt", "has no v"
         ),
         "no bias": (
-            lambda: backward(dlse, q, k, lse, wrt=("bias",)), ValueError, "wrt", "bias is not one"
+            lambda: backward(dlse, q, k, lse, wrt=("bias",)), ValueError, "wrt", "has no bias"
         ),
         "no tuple": (lambda: backward(dlse, q, k, lse, wrt=None), TypeError, "wrt", "None"),
         "dlse missing": (lambda: backward(None, q, k, lse), TypeError, "dlse", "None"),

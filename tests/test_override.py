@@ -22,12 +22,12 @@ def test_the_tile_of_every_kernel_is_taken_as_its_own(kernel):
     config = found_by_a_sweep(kernel)
     if kernel.startswith("forward"):
         assert override.of_forward(config) is config
-        with pytest.raises(TypeError, match=r"^config: got \w+, .*; attention takes it$"):
+        with pytest.raises(TypeError, match=r"^config: got \w+, .*; pass it to attention$"):
             override.of_backward(config)
         return
     field = "".join(gradients_of(kernel))
     assert override.of_backward(config) == tuning.BackwardConfigs(**{field: config})
-    with pytest.raises(TypeError, match=r"^config: got \w+, .*; attention_backward takes it$"):
+    with pytest.raises(TypeError, match=r"^config: got \w+, .*; pass it to attention_backward$"):
         override.of_forward(config)
 
 

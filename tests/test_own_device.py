@@ -87,7 +87,7 @@ def test_every_function_takes_its_arrays_where_they_lie(
         if p.default is p.empty and p.kind is not p.VAR_KEYWORD
     ]
     given = [[Foreign(2, 1)] if p.name in ("outs", "lses") else Foreign(2, 1) for p in needed]
-    with pytest.raises(TypeError, match=r"Foreign that is not handed out \(BufferError: 1\)"):
+    with pytest.raises(TypeError, match=r"Foreign that DLPack could not export \(BufferError: 1\)"):
         function(*given)
     assert current == [0]
 

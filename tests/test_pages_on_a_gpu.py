@@ -66,7 +66,7 @@ def test_pages_have_the_bits_of_keys_in_order(
     are split in pages only, so that keys in order are split here, too.
     """
     bounds = split_keys.BOUNDS
-    monkeypatch.setattr(split_keys, "BOUNDS", bounds._replace(fewest=bounds.fewest_in_pages))
+    monkeypatch.setattr(split_keys, "BOUNDS", bounds._replace(min_keys=bounds.min_keys_in_pages))
     call = Paged(7, size, -(-keys // size), rows, dtype, d=d)
     options = on_device(call.options(kind))
     contiguous = [*map(cupy.asarray, call.contiguous())]
@@ -220,7 +220,7 @@ def test_what_would_allocate_in_a_capture_is_named(argument: str, call: Any) -> 
     call(generation)  # works outside of a capture
 
     def inside() -> None:
-        with pytest.raises(RuntimeError, match=f"^{argument}: nothing can be allocated"):
+        with pytest.raises(RuntimeError, match=f"^{argument}: cannot allocate"):
             call(generation)
         generation.q.fill(0)  # gives the graph a node
 

@@ -92,7 +92,7 @@ def test_whether_results_can_join_others_is_known_before(
         so_far = on_device(np.zeros(shape, np.float32))
         lse = on_device(np.zeros(shape[:-1], np.float32))
         problem, options = describe(q, k, k, cuflash.Options(), out=so_far), cuflash.Options()
-        assert run.joins_results(problem, (q, k, k), options) == joins
+        assert run.can_merge_partial(problem, (q, k, k), options) == joins
         if joins:
             run.forward(problem, (q, k, k), options, so_far, lse, so_far=so_far)
             assert [(c.kernel, c.joins) for c in launched] == [("forward_sm90", True)]
@@ -117,7 +117,7 @@ def test_results_join_those_over_other_keys(name, head_dim, nan_at):
     lse = _cupy().full(q.shape[:-1], np.nan, np.float32)
     parts = (q, k[:, :CUT], v[:, :CUT]), (q, k[:, CUT:], v[:, CUT:])
     run_forward(describe(*parts[0], first, out=so_far), parts[0], first, so_far, lse)
-    if not launch().joins_results(describe(*parts[1], then, out=so_far), parts[1], then):
+    if not launch().can_merge_partial(describe(*parts[1], then, out=so_far), parts[1], then):
         pytest.skip("the kernel of this device does not join results")
     out, own = _cupy().full_like(q, np.nan), lse.copy()
     for target, its_lse in ((out, own), (so_far, lse)):

@@ -46,7 +46,7 @@ def test_others_are_hoppers(given):
 
 def test_a_result_that_joins_another_is_hoppers():
     """Hopper's forward computes results that join others, as no other forward can."""
-    (step,) = choose(changed(SHORT.problem(), joins=True), H100)
+    (step,) = choose(changed(SHORT.problem(), merges_partial=True), H100)
     assert step.config.kernel == "forward_sm90"
 
 

@@ -46,7 +46,7 @@ def device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevic
 
     Packed sequences have so few parts that parts of long sequences have more keys.
     """
-    few = split_keys.BOUNDS._replace(fewest=512, most_of_ragged=512, packed_parts=3)
+    few = split_keys.BOUNDS._replace(min_keys=512, max_ragged_part_keys=512, max_packed_parts=3)
     monkeypatch.setattr(split_keys, "BOUNDS", few)
     with host_device(tmp_path) as found:
         yield found
@@ -181,7 +181,7 @@ def test_a_cluster_has_all_columns_and_fits(arch: str) -> None:
 def test_a_tile_of_96_rows(clusters: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of 96 rows is within the budget, over as few keys as a cluster splits here."""
     few, many = split_keys.IN_CLUSTERS
-    monkeypatch.setattr(split_keys, "IN_CLUSTERS", (few, many._replace(fewest=1024)))
+    monkeypatch.setattr(split_keys, "IN_CLUSTERS", (few, many._replace(min_keys=1024)))
     shapes = (1, 1, 77, 64), (1, 1, 1024, 64), (1, 1, 1024, 64)
     given = {"causal": True}
     call = make_call("normal", 1, np.dtype(np.float16), *shapes, options=given, wrt=())

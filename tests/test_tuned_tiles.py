@@ -158,14 +158,16 @@ def test_a_row_for_more_shared_memory_than_the_device_has_is_named(tmp_path, mon
         ValueError, match=r"CUFLASH_TILES or tuning\.use: got forward_sm90 for"
     ) as e:
         chosen()
-    assert f"; {needed} bytes of shared memory, a block of threads has {limit}" in str(e.value)
+    assert f"; {needed} bytes of shared memory, a thread block has {limit}" in str(e.value)
     larger = H100._replace(limits=H100.limits._replace(block_smem=needed))
     assert with_override(table_of(), None, larger).num_stages == 4
 
 
 def test_the_variable_has_to_name_a_file(tmp_path, monkeypatch):
     monkeypatch.setenv("CUFLASH_TILES", str(tmp_path / "no.json"))
-    with pytest.raises(FileNotFoundError, match=r"CUFLASH_TILES: got .*no\.json, which is no file"):
+    with pytest.raises(
+        FileNotFoundError, match=r"CUFLASH_TILES: got .*no\.json, which is not a file"
+    ):
         chosen()
 
 
@@ -206,7 +208,7 @@ def test_a_config_whose_tile_is_not_legal_for_the_call_says_why():
     )
     with pytest.raises(ValueError, match=r"^config: got BackwardOnePassConfig with .*") as error:
         with_override(wide, narrow, H100)
-    reason = "block_m=128 by head_dim=128 must be two parts of dq: 64 rows, 64 columns"
+    reason = "block_m=128 by head_dim=128 must be two parts of dq, each 64 by 64"
     assert str(error.value).endswith(f"expected a tile that is legal for this call; {reason}")
 
 
@@ -311,8 +313,8 @@ def test_a_tile_that_is_not_legal_is_not_saved(tmp_path, rows):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "no JSON"),
-        ("{", "no JSON"),
+        ("", "invalid JSON"),
+        ("{", "invalid JSON"),
         ("[]", "another format"),
         ('{"format": "cuflash tiles 0", "tiles": []}', "another format"),
         ('{"format": "cuflash tiles 1"}', 'no list "tiles"'),
@@ -350,7 +352,9 @@ def test_tiles_of_another_device_are_refused(tmp_path, monkeypatch):
     from cuflash.tuning import _table
 
     monkeypatch.setattr(_table, "present", lambda: H100)
-    with pytest.raises(ValueError, match="got tiles for NVIDIA A100, expected some for the device"):
+    with pytest.raises(
+        ValueError, match="got tiles for NVIDIA A100, expected tiles for the device"
+    ):
         tuning.use(written(tmp_path, row(device="NVIDIA A100")))
     tuning.use(written(tmp_path, row(device="NVIDIA A100"), row()))
     assert chosen().block_n == 96
@@ -464,7 +468,7 @@ def test_a_sweep_of_another_kernel_is_no_table(tmp_path):
     row_of_it = {"key": "1", "values": {"x": 1}, "status": "ok", "ms": 1.0, "relative": 1.0}
     foreign = tuning.Sweep(header | {"device": H100.name, "arch": ""}, [row_of_it])
     for put in (tuning.use, tuning.save):
-        with pytest.raises(ValueError, match="got one of sgemm, which is no kernel of this lib"):
+        with pytest.raises(ValueError, match="got a sweep of sgemm, no kernel of this library"):
             put(foreign)
 
 

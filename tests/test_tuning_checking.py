@@ -268,7 +268,7 @@ def test_bits_are_compared_where_they_are_promised(monkeypatch, deterministic):
     request = {"workload": work.as_json(), "kernel": "forward_sm80", "default": 0.25}
     bench = _timing.Bench(request | {"check": True, "budget_ms": 1.0})
     wrong = bench.checked(0.25)["wrong"]
-    assert wrong == ("out: other bits when it was run again" if deterministic else "")
+    assert wrong == ("out: two runs differ in their bits" if deterministic else "")
     assert bench.checked(0.3)["wrong"].startswith("out: error")
 
 

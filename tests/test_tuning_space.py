@@ -74,7 +74,7 @@ def test_the_shipped_configuration_is_a_member(kernel, head_dim):
 
 
 def test_one_pass_is_tuned_where_it_runs():
-    with pytest.raises(ValueError, match="expected a kernel that serves this problem"):
+    with pytest.raises(ValueError, match="expected a kernel that supports this problem"):
         tuning.space(replace(WORK, arrays=("mask",), softcap=3.0), "backward_sm90", arch="sm_90a")
     found = tuning.space(WORK, "backward_sm90", arch="sm_90a")
     row = measured.Row(
@@ -279,7 +279,7 @@ def test_wide_dtypes_have_spaces_of_their_own(kernel, head_dim, dtype, precision
     assert {c.config.precision for c in found} == {precision}
     assert {c.config.wide_float64 for c in found} == {dtype == "float64"}
     assert ("tf32" in measured.options_of(found.default)) == (precision == "tf32")
-    with pytest.raises(ValueError, match="expected a kernel that serves this problem"):
+    with pytest.raises(ValueError, match="expected a kernel that supports this problem"):
         tuning.space(work, "forward_sm90", arch="sm_90a")
 
 
@@ -413,7 +413,7 @@ def test_what_does_not_compile_is_a_fact():
             "backward_dkv_partners",
             {},
             {"block_m": 96, "num_warps": 2},
-            "at most .*=64: one for a row",
+            "at most .*=64: one thread loads",
         ),
         ("backward_dkv_partners", {}, {"block_m": 48}, "block_m = 48 must be one of"),
         ("backward_dq_partners", {}, {"block_n": 48}, "block_n = 48 must be one of"),
@@ -429,7 +429,7 @@ def test_what_does_not_compile_is_a_fact():
         ("forward_sm90", {}, {"block_n": 144}, "block_n = 144 must be one of"),
         ("backward_dq_sm90", {}, {"block_n": 144}, "block_n = 144 must be one of"),
         ("backward_dkv_sm90", {}, {"block_m": 144}, "block_m = 144 must be one of"),
-        ("forward_tf32_sm90", {"precision": "tf32"}, {"block_n": 32}, "no product of others"),
+        ("forward_tf32_sm90", {"precision": "tf32"}, {"block_n": 32}, "the only size with TF32"),
         ("backward_dkv_tf32_sm90", {"arrays": ("segment_ids",)}, {"block_m": 64}, "must be 32"),
     ],
 )

@@ -175,7 +175,7 @@ def test_what_fails_in_the_final_is_left_out_of_it(tmp_path, trouble, monkeypatc
     assert result.best["key"] == keys[3]
     err = capfd.readouterr().err
     assert f"{keys[0]} left out of the final: hang, no answer within" in err
-    assert "the fastest 2 compared once more" in err
+    assert "the fastest 2 compared again" in err
     again = in_the_final(tmp_path, monkeypatch, {})  # what is left out stays left out
     assert again.finals == tuning.load(tmp_path / "rows.jsonl").finals == [final]
 
@@ -193,7 +193,7 @@ def test_no_final_is_no_end_of_the_sweep(tmp_path, trouble, monkeypatch):
     (final,) = result.finals
     assert (final["ms"], list(final["left_out"])) == ({}, keys)
     assert result.best["key"] == result.timed[5]["key"]
-    with pytest.raises(ValueError, match=f"none of them right in the final.*{keys[0]}: crash, "):
+    with pytest.raises(ValueError, match=f"none of them correct in the final.*{keys[0]}: crash, "):
         _rows.Sweep(result.header, result.timed[:5], result.finals).best  # noqa: B018
 
 
@@ -331,7 +331,7 @@ def test_somebody_who_waits_sees_every_configuration(tmp_path, trouble, capfd):
     assert [line.split()[3] for line in lines] == [c.key for c in found]
     assert "asked to be error" in lines[0]
     assert f"best {fastest(found)}" in lines[-1]
-    assert "compared once more" in last
+    assert "compared again" in last
     swept(tmp_path, found, progress=False)
     assert capfd.readouterr().err == ""
 
@@ -379,7 +379,7 @@ FINAL = {"kind": "final", "ms": {}}
     ("content", "message"),
     [
         ("", None),
-        ("not a sweep\n", "line 1: no JSON"),
+        ("not a sweep\n", "line 1: invalid JSON"),
         ('{"cache": {}}\n', 'line 1: not an object of kind "sweep"'),
         ('{"kind": "sweep", "format": 1}\n', "line 1: no workload, kernel"),
         ({}, 'line 2: not kind "config"'),
@@ -395,7 +395,7 @@ FINAL = {"kind": "final", "ms": {}}
         (FINAL | {"ms": [1]}, "line 2: ms [1]"),
         (FINAL | {"left_out": []}, "line 2: left_out []"),
         (FINAL | {"default_ms": "x"}, 'line 2: default_ms "x"'),
-        ("HEADER{oh\nno}\n", "line 2: no JSON"),
+        ("HEADER{oh\nno}\n", "line 2: invalid JSON"),
         ('{"kind": "sw', "no complete line"),
         (b"\xff\xfe\x00", "bytes that are no text"),
     ],

@@ -387,7 +387,7 @@ WRONG = {
     "a tuple": ({"ends_k": (0, 5)}, TypeError, "cu_seqlens_k: .*tuple"),
     "a matrix": ({"ends_q": np.zeros((2, 2), int)}, ValueError, r"cu_seqlens_q: .*\(2, 2\)"),
     "nothing": ({"ends_q": np.zeros(0, int)}, ValueError, "cu_seqlens_q: "),
-    "decreasing": ({"ends_q": np.array([0, 5, 3])}, ValueError, "cu_seqlens_q: .*decrease"),
+    "decreasing": ({"ends_q": np.array([0, 5, 3])}, ValueError, "cu_seqlens_q: .*decreasing"),
     "negative": ({"ends_q": np.array([-1, 5, 6])}, ValueError, "cu_seqlens_q: .*from 0 to"),
     "past the end": ({"ends_k": np.array([0, 5, 13])}, ValueError, "cu_seqlens_k: .*from 0 to 12"),
     "of other numbers": ({"ends_k": np.array([0, 5])}, ValueError, "cu_seqlens_k: .*1 sequences"),
@@ -425,8 +425,8 @@ def test_wrong_packings_are_named(name):
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("sink", np.zeros((3, HEADS)), r"got .*2 or 1 sequences first"),
-        ("mask", np.ones((3, 1, 6, 7), bool), r"got .*2 or 1 sequences first"),
+        ("sink", np.zeros((3, HEADS)), r"got .*2 or 1 sequences on"),
+        ("mask", np.ones((3, 1, 6, 7), bool), r"got .*2 or 1 sequences on"),
         ("q_lengths", 15, "got 15, expected a length from 0 to 14"),
         ("kv_lengths", np.array([[5], [13]]), "got values from 5 to 13, .* from 0 to 12"),
         ("kv_lengths", np.array([[5], [-1]]), "got values from -1 to 5, .* from 0 to 12"),

@@ -61,7 +61,7 @@ class Keywords(NamedTuple):
     config: Any
 
 
-def answering(function: Callable[P, R]) -> Callable[P, R]:
+def explain_missing_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Let a call that lacks positional arguments reach the checks, which say what to write.
 
     Otherwise Python would report missing arguments first, for example for a keyword ``q=``.
@@ -93,7 +93,7 @@ def check_common(q: Array, deterministic: Any, workspace: Any, config: Any) -> N
             raise wrong_type("workspace", f"dtype {workspace.dtype}", expected)
         same_module(q=q, workspace=workspace)
     if config is not None and not is_cupy(q):
-        fix = "it selects the tiles of a GPU kernel"
+        fix = "a config selects the tiles of a GPU kernel"
         raise wrong_type("config", shown(config), "None for NumPy arrays", fix)
 
 
@@ -103,10 +103,12 @@ def result_pair(out: Any, return_lse: bool) -> tuple[Array | None, Array | None]
         return None, None
     if not return_lse:
         if isinstance(out, tuple):
-            raise wrong_type("out", "a tuple", "one array", "with return_lse=True it is a pair")
+            raise wrong_type(
+                "out", "a tuple", "one array", "only return_lse=True takes a pair (out, lse)"
+            )
         return native("out", out), None
     if not isinstance(out, tuple) or len(out) != 2:
-        raise wrong_type("out", type(out).__name__, "a pair (out, lse) with return_lse")
+        raise wrong_type("out", type(out).__name__, "a pair (out, lse) with return_lse=True")
     return native("out", out[0]), native("out", out[1])
 
 

@@ -40,7 +40,7 @@ def attention(
     q: Array, k: Array, v: Array, /, *,
     return_lse: bool = ..., out: Any = ..., **others: Unpack[CallKeywords],
 ) -> Any: ...  # fmt: skip
-@arguments.answering
+@arguments.explain_missing_arguments
 def attention(
     q: Array,
     k: Array,
@@ -187,7 +187,7 @@ def attention_backward(
     dlse: Array | None = ..., wrt: tuple[str, ...] = ..., grads_out: Gradients | None = ...,
     **others: Unpack[CallKeywords],
 ) -> Gradients: ...  # fmt: skip
-@arguments.answering
+@arguments.explain_missing_arguments
 def attention_backward(
     dout: Array,
     q: Array,
@@ -326,7 +326,7 @@ def attention_vjp(
     q: Array, k: Array, v: Array, /, *,
     return_lse: bool = ..., **others: Unpack[VjpKeywords],
 ) -> tuple[Any, Pullback]: ...  # fmt: skip
-@arguments.answering
+@arguments.explain_missing_arguments
 def attention_vjp(
     q: Array,
     k: Array,

@@ -76,9 +76,9 @@ def placed(problem: Problem, options: Options, origin: Origin) -> Problem:
         return problem
     if options.dropout and (origin.query % BLOCK or origin.key % BLOCK):
         raise not_yet(
-            f"dropout on a GPU in a part of a call from query {origin.query} and key {origin.key} "
-            "on", f"kernels that draw from other places than multiples of {BLOCK}",
-            "NumPy arrays have it",
+            f"dropout on a GPU in a part of a call that begins at query {origin.query} and key "
+            f"{origin.key}", "a later version",
+            f"begin parts at multiples of {BLOCK}, or pass NumPy arrays",
         )  # fmt: skip
     return problem if origin == WHOLE else changed(problem, origin=origin)
 

@@ -117,7 +117,7 @@ def without_values(
 ) -> Plain:
     """Dequantised operands of a call without values, for which ``v_scale`` is an error."""
     if options.v_scale is not None:
-        raise wrong_type("v_scale", "a scale", "none where there are no values")
+        raise wrong_type("v_scale", "a scale", "None: this function has no v")
     return dequantized(q, k, k, replace(options, v_scale=options.k_scale), axes=axes,
                        out_dtype=out_dtype)  # fmt: skip
 
@@ -182,8 +182,8 @@ def _checked(
         if scale is None:
             continue
         if array.dtype not in FLOAT8:
-            expected = f"{name} of float8_e4m3fn or float8_e5m2 beside it"
-            raise wrong_type(scale_name, f"a scale of {array.dtype}", expected)
+            expected = f"a scale only for {name} of float8_e4m3fn or float8_e5m2"
+            raise wrong_type(scale_name, f"a scale for {name} of {array.dtype}", expected)
         if getattr(scale, "shape", ()):
             same_module(**{name: array, scale_name: scale})
             core = core_axes(name, array.shape, pair)

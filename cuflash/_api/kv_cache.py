@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cuflash._api.dispatch import cache_steps
-from cuflash._api.rotary import NO_TURNS, Turns
+from cuflash._api.rotary import NO_ROTARY_PAIRS, RotaryPairs
 from cuflash._arrays import (
     Array,
     array_module,
@@ -31,7 +31,7 @@ from cuflash._problem.checks import (
     is_integer,
 )
 from cuflash._problem.float8 import FLOAT8
-from cuflash._problem.habits import answering_words
+from cuflash._problem.foreign_keywords import explain_unknown_keywords
 
 _MOST_NUMBERS = 2**31 - 1  # page numbers are int32
 
@@ -112,7 +112,7 @@ class KVCache:
     lengths: Array
     dropped: Array
 
-    @answering_words
+    @explain_unknown_keywords
     def __init__(
         self,
         sequences: int,
@@ -133,7 +133,7 @@ class KVCache:
         page_size = _extent("page_size", page_size, 256)
         of_each = -(-max_length // page_size)
         if pages is None:
-            pages = _extent("pages", sequences * of_each, fix="give fewer, or larger ones")
+            pages = _extent("pages", sequences * of_each, fix="pass pages=, or a larger page_size")
         else:
             pages = _extent("pages", pages)
         expected = f"one of {', '.join(map(str, (*FLOATS, *FLOAT8)))}"
@@ -142,15 +142,15 @@ class KVCache:
             raise wrong_type("dtype", str(dtype), expected)
         elements = pages * heads * page_size * max(head_dim, head_dim_v)
         if max(elements * dtype.itemsize, sequences * of_each * 4) >= 2**63:
-            got = f"{pages} of {heads} x {page_size} x {max(head_dim, head_dim_v)} elements"
-            raise wrong_value("pages", got, "pages whose bytes an address can count")
+            got = f"{pages} pages of {heads} x {page_size} x {max(head_dim, head_dim_v)} elements"
+            raise wrong_value("pages", got, "arrays of fewer than 2^63 bytes")
         self._max_length = max_length
         with on_device_of(like):
             like = None if like is None else native("like", like)
             xp: Any = np if like is None else array_module(like)
             if xp is not np and pages > (most := cache_steps(like).most_pages()):
                 raise wrong_value("pages", pages, f"at most {most} on this GPU",
-                                  "make pages larger")  # fmt: skip
+                                  "pass a larger page_size")  # fmt: skip
             self.k_pages = xp.zeros((pages, heads, page_size, head_dim), dtype)
             self.v_pages = xp.zeros((pages, heads, page_size, head_dim_v), dtype)
             self.page_table = xp.zeros((sequences, of_each), np.int32)
@@ -163,7 +163,7 @@ class KVCache:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, name, value) is not value:
-            expected = "the array that is there: arrays of a cache keep their addresses"
+            expected = "the existing array: arrays of a cache keep their addresses"
             fix = f"write into it: cache.{name}[...] = values"
             raise problem_with(name, AttributeError, got=type(value).__name__, expected=expected,
                                fix=fix)  # fmt: skip
@@ -181,7 +181,7 @@ class KVCache:
         """The arguments of :func:`attention_paged` that follow the queries."""
         return self.k_pages, self.v_pages, self.page_table, self.lengths
 
-    @answering_words
+    @explain_unknown_keywords
     def append(
         self,
         k: Array,
@@ -221,12 +221,12 @@ class KVCache:
         If several sequences share a page, it is copied before a key is added to it.
         """
         k, v, counts = self._checked(k, v, counts)
-        turns = NO_TURNS
+        pairs = NO_ROTARY_PAIRS
         if flag("rotary", rotary):
             if k.dtype in FLOAT8:
-                fix = "turn keys by rotary(...) before they are rounded to 8 bits"
+                fix = "call rotary(...) on the keys before you quantize them"
                 raise wrong_value("rotary", "True", f"False for keys of {k.dtype}", fix)
-            turns = Turns.of("k", k, frequencies, interleaved)
+            pairs = RotaryPairs.of("k", k, frequencies, interleaved)
         elif frequencies is not None or flag("interleaved", interleaved):
             raise wrong_value("rotary", "False", "True with frequencies= or interleaved=")
         if 0 in k.shape[:3]:
@@ -238,11 +238,11 @@ class KVCache:
                 num_tokens=k.shape[2],
             )  # fmt: skip
             steps.write(
-                k, v, self.k_pages, self.v_pages, turns.frequencies, self.page_table, self._starts,
-                self.lengths, self._sources, rotation=turns.rotation, num_pairs=turns.num_pairs,
+                k, v, self.k_pages, self.v_pages, pairs.frequencies, self.page_table, self._starts,
+                self.lengths, self._sources, rotation=pairs.rotation, num_pairs=pairs.num_pairs,
             )  # fmt: skip
 
-    @answering_words
+    @explain_unknown_keywords
     def take(self, parents: Any, lengths: Any = None) -> None:
         """Let each sequence become a copy of another one, in the same pages, or become empty.
 
@@ -337,7 +337,7 @@ class KVCache:
         counts = self._per_sequence("counts", counts)
         if xp is np and counts.size and not 0 <= counts.min() <= counts.max() <= steps:
             got = f"numbers from {counts.min()} to {counts.max()}"
-            raise wrong_value("counts", got, f"numbers from 0 to {steps}, the keys of k")
+            raise wrong_value("counts", got, f"numbers from 0 to {steps}, the number of keys in k")
         return given["k"], given["v"], counts
 
 

@@ -11,13 +11,13 @@ from cuflash._arrays import Array, native, on_own_device, refuse_captured, round
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._host.scores import arithmetic
 from cuflash._problem.checks import integer_value, is_integer, require_float, require_shape
-from cuflash._problem.habits import answering_words
+from cuflash._problem.foreign_keywords import explain_unknown_keywords
 from cuflash._results import AttentionResult
 
 _MAX_AXES = 64  # of a NumPy or CuPy array
 
 
-@answering_words
+@explain_unknown_keywords
 @on_own_device
 def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     """Combine attention over disjoint sets of keys into attention over all of them.
@@ -60,7 +60,7 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     return AttentionResult(rounded(out, outs.dtype), rounded(lse, lses.dtype))
 
 
-@answering_words
+@explain_unknown_keywords
 @on_own_device
 def merge_backward(
     dout: Array, outs: Any, lses: Any, /, *, dlse: Array | None = None, axis: int = 0
@@ -160,7 +160,7 @@ def _stacked(name: str, parts: Any, axis: int) -> Array:
     if not isinstance(parts, list | tuple):
         return native(name, parts)
     if axis != 0:
-        raise wrong_value("axis", shown(axis), "0 for a sequence of parts")
+        raise wrong_value("axis", shown(axis), "0 for a list of parts")
     if not parts:
         raise wrong_value(name, "no parts", "at least one part")
     arrays = [native(f"{name}[{i}]", part) for i, part in enumerate(parts)]
@@ -169,7 +169,7 @@ def _stacked(name: str, parts: Any, axis: int) -> Array:
         if array.ndim >= _MAX_AXES:
             raise wrong_value(
                 f"{name}[{i}]", f"{array.ndim} axes", f"fewer than {_MAX_AXES}",
-                "reshape some into one",
+                "merge some of them with reshape",
             )  # fmt: skip
         require_shape(f"{name}[{i}]", array, arrays[0].shape, f"{name}[0]")
         if array.dtype != arrays[0].dtype:

@@ -27,7 +27,7 @@ from cuflash._errors import wrong_type, wrong_value
 from cuflash._host.cache import pages_within
 from cuflash._host.forward import written_at_the_end
 from cuflash._problem.checks import flag, integers, require_float
-from cuflash._problem.habits import WORDS_OF_PAGES, refuse_words
+from cuflash._problem.foreign_keywords import ADVICE_FOR_PAGES, refuse_keywords
 from cuflash._problem.operand import CANONICAL, Axes, checked_axes, core_axes
 from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import (
@@ -81,7 +81,7 @@ def attention_paged(
     return_lse: bool = ..., out: Any = ..., **others: Unpack[PagedKeywords],
 ) -> Any: ...  # fmt: skip
 @on_own_device
-@arguments.answering
+@arguments.explain_missing_arguments
 def attention_paged(
     q: Array,
     k_pages: Array,
@@ -161,7 +161,7 @@ def attention_paged(
     >>> cuflash.attention_paged(q, k, v, table, [40, 20], causal=True).shape
     (2, 4, 1, 32)
     """
-    refuse_words(score_options, WORDS_OF_PAGES)
+    refuse_keywords(score_options, ADVICE_FOR_PAGES)
     chosen = resolve(options, score_options)
     pairs = checked_axes(axes)
     if float8.among(chosen, q, k_pages, v_pages):
@@ -216,7 +216,7 @@ def _described(
 ) -> tuple[_Paged, tuple[Array, Array], Options, Problem]:
     """Arrays in canonical order, stand-ins for k and v in order, options with lengths, problem."""
     if options.kv_lengths is not None:
-        fix = "a sequence has the keys of kv_lengths, the fifth argument"
+        fix = "pass kv_lengths as the fifth argument"
         raise wrong_type("options", "kv_lengths", "no kv_lengths among the score options", fix)
     paged = _canonical(given, pairs, lengths)
     like = _of_all_keys(paged)
@@ -235,7 +235,7 @@ def _native(q: Any, k_pages: Any, v_pages: Any, page_table: Any) -> dict[str, Ar
         require_float(name, array)
     for name, array in matrices:
         if array.dtype != given["k_pages"].dtype:
-            fix = f"convert {name}: pages are not converted"
+            fix = f"convert {name} before the call"
             expected = f"dtype {given['k_pages'].dtype} as in k_pages"
             raise wrong_type(name, f"dtype {array.dtype}", expected, fix)
         if array.ndim < 4 or array.ndim != given["q"].ndim:
@@ -243,13 +243,13 @@ def _native(q: Any, k_pages: Any, v_pages: Any, page_table: Any) -> dict[str, Ar
             expected = f"as many axes as q, and at least four: {rows}"
             raise wrong_value(name, f"shape {array.shape}", expected)
     if table[1].dtype.kind not in "iu":
-        raise wrong_type("page_table", f"dtype {table[1].dtype}", "integers")
+        raise wrong_type("page_table", f"dtype {table[1].dtype}", "an integer dtype")
     sequences = given["q"].shape[0]
     if table[1].ndim != 2 or table[1].shape[0] != sequences:
-        expected = f"shape ({sequences}, pages of a sequence), a row for each sequence of q"
+        expected = f"shape ({sequences}, pages of a sequence), one row for each sequence of q"
         raise wrong_value("page_table", f"shape {table[1].shape}", expected)
     if table[1].size and not len(given["k_pages"]):
-        raise wrong_value("k_pages", "no pages", "at least one, to which numbers are clamped")
+        raise wrong_value("k_pages", "no pages", "at least one page")
     return given
 
 
@@ -273,9 +273,9 @@ def _canonical(given: dict[str, Array], pairs: Axes, lengths: Array) -> _Paged:
     names = ("q", "k_pages", "v_pages")
     for name, pair in zip(names, pairs, strict=False):
         if 0 in core_axes(name, given[name].shape, pair):
-            fix = f"its first axis counts {'sequences' if name == 'q' else 'pages'}"
+            fix = f"axis 0 of {name} counts {'sequences' if name == 'q' else 'pages'}"
             got = f"{pair} for {name} of shape {given[name].shape}"
-            raise wrong_value("axes", got, "later axes", fix)
+            raise wrong_value("axes", got, "axes other than 0", fix)
     q, k, v = (_with_core_last(n, given[n], p) for n, p in zip(names, pairs, strict=False))
     if k.shape[-1] != q.shape[-1]:
         expected = f"head_dim {q.shape[-1]} as in q of shape {given['q'].shape}"

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from cuflash._api import float8
-from cuflash._api.arguments import answering, operands
+from cuflash._api.arguments import explain_missing_arguments, operands
 from cuflash._api.attention import attention, attention_backward
 from cuflash._arrays import (
     Array,
@@ -32,7 +32,7 @@ _MASK_ELEMENTS = 1 << 24  # of a dropout mask, computed at once
 
 
 @on_own_device
-@answering
+@explain_missing_arguments
 def logsumexp(
     q: Array,
     k: Array,
@@ -86,7 +86,7 @@ def logsumexp(
 
 
 @on_own_device
-@answering
+@explain_missing_arguments
 def logsumexp_backward(
     dlse: Array,
     q: Array,
@@ -141,7 +141,7 @@ def logsumexp_backward(
     """
     chosen = resolve(options, score_options)
     if "v" in gradient_names(wrt, chosen):
-        raise wrong_value("wrt", shown(wrt), "inputs of the call; v is not one")
+        raise wrong_value("wrt", shown(wrt), "names of inputs of the call, which has no v")
     dlse = native("dlse", dlse)
     if float8.among(chosen, q, k):
         q, k, _, chosen = float8.without_values(q, k, chosen, axes_without_values(axes))
@@ -155,7 +155,7 @@ def logsumexp_backward(
 
 
 @on_own_device
-@answering
+@explain_missing_arguments
 def weights(
     q: Array,
     k: Array,
@@ -222,8 +222,8 @@ def weights(
     checks.require_shape("lse", lse, problem.lse_shape, "the lse of attention")
     if rows is None and cols is None:
         raise wrong_value(
-            "rows", "neither rows nor cols", "a selection",
-            "rows=slice(None) asks for the whole matrix",
+            "rows", "neither rows nor cols", "rows= or cols=",
+            "rows=slice(None) computes the whole matrix",
         )  # fmt: skip
     m = xp.arange(problem.seqlen_q)[_selection("rows", rows, problem.seqlen_q, xp)]
     n = xp.arange(problem.seqlen_k)[_selection("cols", cols, problem.seqlen_k, xp)]
@@ -328,7 +328,7 @@ def _no_result(
 def _selection(name: str, chosen: Any, extent: int, xp: ModuleType) -> Any:
     if chosen is None:
         return slice(None)
-    expected = "None, a slice or 1-D integers"
+    expected = "None, a slice or a 1-D array of integers"
     try:
         if isinstance(chosen, slice):
             chosen.indices(extent)

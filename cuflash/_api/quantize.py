@@ -20,7 +20,7 @@ from cuflash._arrays import (
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem import checks
 from cuflash._problem.float8 import FLOAT8, LARGEST, factor_of_rows
-from cuflash._problem.habits import answering_words
+from cuflash._problem.foreign_keywords import explain_unknown_keywords
 from cuflash._problem.operand import core_axes
 
 # Scales are powers of two. (D173)
@@ -44,7 +44,7 @@ class Quantized(NamedTuple):
     scale: Array  # core shape (b, 1): see Options
 
 
-@answering_words
+@explain_unknown_keywords
 @on_own_device
 def quantize(
     x: Array,
@@ -154,7 +154,7 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
 
 def _rows(per: Any) -> int:
     """The number of rows that share a scale; 0 for all rows."""
-    expected = '"matrix", "tensor" or a power of two of rows'
+    expected = '"matrix", "tensor" or a number of rows that is a power of two'
     if isinstance(per, str) and per in ("matrix", "tensor"):
         return 0
     if not checks.is_integer(per):

@@ -22,7 +22,7 @@ from cuflash._arrays import (
 from cuflash._errors import wrong_type, wrong_value
 from cuflash._problem.checks import flag, integers, require_float, require_shape
 from cuflash._problem.destinations import check_destination
-from cuflash._problem.habits import answering_words
+from cuflash._problem.foreign_keywords import explain_unknown_keywords
 
 
 @overload
@@ -37,7 +37,7 @@ def rotary(
     frequencies: Array | None = ..., interleaved: bool = ..., inverse: bool = ...,
     out: Array | None = ...,
 ) -> Array: ...  # fmt: skip
-@answering_words
+@explain_unknown_keywords
 @on_own_device
 def rotary(
     x: Array,
@@ -106,14 +106,14 @@ def rotary(
     positions = integers("positions", positions, optional=False)
     arrays = {} if isinstance(positions, int) else {"positions": positions}
     xp = same_module(x=x, **arrays)
-    turns = Turns.of("x", x, frequencies, interleaved)
+    pairs = RotaryPairs.of("x", x, frequencies, interleaved)
     inverse = flag("inverse", inverse)
     _check_positions(x.shape, positions)
     if out is not None:
         out = native("out", out)
         require_shape("out", out, x.shape, "x")
         if out.dtype != x.dtype:
-            raise wrong_type("out", f"dtype {out.dtype}", f"dtype {x.dtype} as x")
+            raise wrong_type("out", f"dtype {out.dtype}", f"dtype {x.dtype} as in x")
         if frequencies is not None:
             arrays["frequencies"] = native("frequencies", frequencies)
         check_destination("out", out, x=x, **arrays)
@@ -124,11 +124,11 @@ def rotary(
     if is_cupy(positions) and positions.dtype not in (np.int32, np.int64):
         refuse_capture("positions", "an int32 or int64 array")
         positions = to_int64(positions)
-    cache_steps(x).turn(x, out, positions, *turns, inverse=inverse)
+    cache_steps(x).turn(x, out, positions, *pairs, inverse=inverse)
     return out
 
 
-class Turns(NamedTuple):
+class RotaryPairs(NamedTuple):
     """Which pairs of features turn, and by which angles."""
 
     frequencies: Array | None  # float64, contiguous on a GPU; None: the default
@@ -136,20 +136,20 @@ class Turns(NamedTuple):
     rotation: str  # name of the order of pairs in kernels
 
     @classmethod
-    def of(cls, name: str, x: Array, frequencies: Any, interleaved: Any) -> Turns:
-        """The turns of the rows ``x``, the argument ``name``; raise if they do not fit."""
+    def of(cls, name: str, x: Array, frequencies: Any, interleaved: Any) -> RotaryPairs:
+        """Check the frequencies against the rows ``x``, which are the argument ``name``."""
         d, shape = x.shape[-1], x.shape
         rotation = "neighbours" if flag("interleaved", interleaved) else "halves"
         if frequencies is None:
             if d % 2:
-                fix = "or give the frequencies of fewer pairs"
+                fix = "or pass frequencies= for fewer pairs"
                 raise wrong_value(name, f"shape {shape}", "an even number of features", fix)
             return cls(None, d // 2, rotation)
         frequencies = native("frequencies", frequencies)
         require_float("frequencies", frequencies)
         same_module(**{name: x, "frequencies": frequencies})
         if frequencies.ndim != 1 or 2 * frequencies.size > d:
-            expected = f"shape (r,) with 2 r at most the {d} features of {name}"
+            expected = f"shape (r,) where 2 r is at most {d}, the features of {name}"
             raise wrong_value("frequencies", f"shape {frequencies.shape}", expected)
         if is_cupy(frequencies):
             frequencies = contiguous("frequencies", frequencies, np.float64)
@@ -158,14 +158,14 @@ class Turns(NamedTuple):
         return cls(frequencies, frequencies.size, rotation)
 
 
-NO_TURNS = Turns(None, 0, "none")
+NO_ROTARY_PAIRS = RotaryPairs(None, 0, "none")
 
 
 def _check_positions(shape: tuple[int, ...], positions: Any) -> None:
     """Raise unless there is a position for each row."""
     if isinstance(positions, int):
         if not -(2**63) <= positions < 2**63:
-            raise wrong_value("positions", positions, "an int of 64 bits")
+            raise wrong_value("positions", positions, "an int that fits into 64 bits")
         return
     try:
         fits = np.broadcast_shapes(positions.shape, shape[:-1]) == shape[:-1]

@@ -110,7 +110,7 @@ def _driver(cupy: Any) -> str:
     version = cupy.cuda.runtime.driverGetVersion()
     if version == 0:
         return "none"
-    return f"serves CUDA {version // 1000}.{version % 1000 // 10}"
+    return f"supports CUDA {version // 1000}.{version % 1000 // 10}"
 
 
 def _device(cupy: Any) -> str:
@@ -131,4 +131,4 @@ def _kernel_sources() -> Path:
 
 def _kernel_cache() -> str:
     found = folder()
-    return str(found) if os.path.isdir(found) else f"{found} (made when a kernel is compiled)"
+    return str(found) if os.path.isdir(found) else f"{found} (created when a kernel is compiled)"

@@ -68,7 +68,7 @@ def attention_varlen(
     return_lse: bool = ..., out: Any = ..., **others: Unpack[CallKeywords],
 ) -> Any: ...  # fmt: skip
 @on_own_device
-@arguments.answering
+@arguments.explain_missing_arguments
 def attention_varlen(
     q: Array,
     k: Array,
@@ -185,7 +185,7 @@ def attention_varlen_backward(
 ) -> Gradients: ...  # fmt: skip
 @on_own_device
 @np.errstate(all="ignore")
-@arguments.answering
+@arguments.explain_missing_arguments
 def attention_varlen_backward(
     dout: Array,
     q: Array,
@@ -330,7 +330,7 @@ def _sequences(whole: Problem, ends: dict[str, Array]) -> list[Sequence]:
         values = array.tolist()
         pairs.append([*itertools.pairwise(values)])
         if any(a > b for a, b in pairs[-1]):
-            raise wrong_value(name, "values that decrease", "none that do")
+            raise wrong_value(name, "decreasing values", "non-decreasing values")
         if not 0 <= values[0] <= values[-1] <= total:
             raise wrong_value(
                 name, f"values from {values[0]} to {values[-1]}",

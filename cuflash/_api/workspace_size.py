@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from cuflash._api import float8
-from cuflash._api.arguments import answering, operands
+from cuflash._api.arguments import explain_missing_arguments, operands
 from cuflash._api.dispatch import launch
 from cuflash._api.paged import workspace_of_pages
 from cuflash._api.varlen import ends_of
@@ -20,7 +20,7 @@ from cuflash._problem.problem import describe
 
 
 @on_own_device
-@answering
+@explain_missing_arguments
 def workspace_size(
     q: Array,
     k: Array,
@@ -72,7 +72,7 @@ def workspace_size(
         q, k, v, chosen = float8.without_memory(q, k, v, chosen, axes)
     if page_table is not None:
         if backward:
-            fix = "call attention_vjp on keys and values in order"
+            fix = "call attention_vjp on keys and values without pages"
             raise wrong_value("backward", True, "False: pages have no gradient", fix)
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             got = "page_table together with cu_seqlens_q or cu_seqlens_k"

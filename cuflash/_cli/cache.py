@@ -24,10 +24,10 @@ examples:
   CUFLASH_KERNELS=/shared/kernels python train.py     # the kernels of a folder, on every node
   python -m cuflash cache clear
 
-warm compiles without a GPU, for every dtype and head size named, full and causal, what a batch
-of 16 with 16 heads and 4096 queries and keys runs. It leaves out what differs from that: tiles of
-small batches and of grouped heads, another head_dim_v, packed sequences, windows and other options
-of scores, precision="tf32", deterministic=False. cuflash.compile(workloads) compiles any problem.
+warm needs no GPU. It compiles the kernels that a batch of 16 with 16 heads and 4096 queries and
+keys runs, for every dtype and head size named, with and without causal. It leaves out tiles of
+small batches and of grouped heads, another head_dim_v, packed sequences, windows and other score
+options, precision="tf32", deterministic=False. cuflash.compile(workloads) compiles any problem.
 """
 #: What the store writes, and what a process that was killed while it wrote has left.
 _FILE = re.compile(r"([0-9a-f]{64}\.(cubin|json)|compiler\.json)(\.\w{8}\.tmp)?")
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "warm":
         return _warm(arguments)
     if arguments.action == "verify" and arguments.folder and not folder.is_dir():
-        raise FileNotFoundError(f"folder: got {folder}, expected one that is there")
+        raise FileNotFoundError(f"folder: got {folder}, expected an existing folder")
     rows = _rows(folder)
     if arguments.action == "clear":
         return _clear(arguments, folder, rows)
@@ -64,9 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     for row in rows if arguments.action == "list" else ():
         print(f"{row['name'][:16]}  {row['bytes']:>8}  {row['date']}  {row['entry']}")
     for row in wrong:
-        print(f"{row['name']}: cut off, changed, under the name of another, or of any user")
+        print(f"{row['name']}: truncated, changed, another kernel's, or writable by other users")
     total = sum(row["bytes"] for row in rows)
-    print(f"{folder}: {len(rows)} kernels, {total / 1e6:.1f} MB, {len(wrong)} not whole")
+    print(f"{folder}: {len(rows)} kernels, {total / 1e6:.1f} MB, {len(wrong)} unusable")
     return status
 
 

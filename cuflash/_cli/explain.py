@@ -35,9 +35,9 @@ examples:
 """
 #: What kernels without tiles do.
 _STEPS = {
-    "segment_bounds": "the least and the largest id of every 64, by which blocks are left out",
+    "segment_bounds": "the smallest and the largest of every 64 ids, to skip blocks",
     "backward_delta": "rowsum(dout * out), which the gradients' kernels read",
-    "forward_combine": "makes one of the results that parts of the keys leave",
+    "forward_combine": "combines the results of the parts of the keys",
     "backward_combine": "adds up dk and dv of parts of the queries",
     "backward_convert": "scales and rounds the sums of dq, which tiles of keys add to",
 }
@@ -48,15 +48,17 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_problem(p)
     p.add_argument(
         "--seqlens", dest="packed", type=listed(positive), metavar="LENGTHS",
-        help="of packed sequences, in place of --batch and --seqlen: attention_varlen",
+        help="lengths of packed sequences (attention_varlen), instead of --batch and --seqlen",
     )  # fmt: skip
     p.add_argument("--arch", help="for devices of this architecture (default: the one here, sm_90)")
     p.add_argument("--backward", action="store_true", help="also the kernels of the gradient")
     p.add_argument(
         "--io", action="store_true",
-        help="bytes by the IO model, of the forward, and with --backward of each kernel behind it",
+        help="bytes of the forward by the IO model, with --backward also of each gradient kernel",
     )  # fmt: skip
-    p.add_argument("--no-compile", action="store_true", help="no registers: no NVRTC is needed")
+    p.add_argument(
+        "--no-compile", action="store_true", help="leave out registers, which need NVRTC"
+    )
     p.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -68,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         work = replace(work, batch=1, seqlen_q=total, seqlen_k=total, seqlens=lengths)
     if arguments.io and work.seqlens:
         got = f"{len(work.seqlens)} packed sequences with --io"
-        raise wrong_value("--seqlens", got, "a batch: the IO model has no packed sequences")
+        raise wrong_value("--seqlens", got, "a batch, since the IO model has no packed sequences")
     given: dict[str, Any] = {"arch": arguments.arch, "backward": arguments.backward}
     try:
         found = explain(work, **given, compiled=not arguments.no_compile)
@@ -176,22 +178,24 @@ def _why(work: Workload, config: Any, hardware: Hardware, step: LaunchStep) -> s
         return _STEPS[config.kernel]
     problem = work.problem()
     if getattr(config, "split_keys", False):
-        parts = f"few tiles of many keys: {step.splits} parts of the keys, each of a thread block"
-        return parts if config.leaves_parts else f"{parts} of a cluster, which combines them"
+        parts = f"few tiles of many keys: {step.splits} parts of the keys, one thread block each"
+        return parts if config.leaves_parts else f"{parts}; a cluster combines them"
     shares = []
     if getattr(config, "split_queries", False):
-        shares.append(f"{step.splits} parts of the queries, each of a thread block")
+        shares.append(f"{step.splits} parts of the queries, one thread block each")
     if step.dq_sums > 1 and config.computes == "dqkv":
-        shares.append(f"{step.dq_sums} sums of dq, each of other keys")
+        shares.append(f"{step.dq_sums} partial sums of dq, each over other keys")
     if shares:
         return f"few tiles: {', and '.join(shares)}"
     portable = why_portable(problem, hardware, config.computes)
     portable = portable or ("" if config.for_sm90 else wgmma.leaves_tiles_empty(problem))
     if not portable and config.kernel == "forward_sm80":
-        portable = "few queries of many keys leave most of a tile of Hopper's kernels empty"
+        portable = "few queries of many keys leave the tiles of Hopper's kernels mostly empty"
     if getattr(config, "simt", False):
-        portable += "; tensor cores would be no faster, or have no room: CUDA cores multiply"
-    return portable or "Hopper's instructions serve this problem"
+        portable += (
+            "; CUDA cores multiply: tensor cores are no faster here, or their tiles do not fit"
+        )
+    return portable or "Hopper's instructions support this problem"
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
@@ -202,7 +206,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines += [f"  {name:<15} {text}" for name, text in _rows(own, found["device"])]
     if "io" in found:
         arrays = found["workload"]["arrays"]
-        without = f", as without {', '.join(arrays)}" if arrays else ""
+        without = f", which ignores {', '.join(arrays)}" if arrays else ""
         lines += ["", f"bytes of the forward (IO model{without})", *_io_lines(found["io"])]
         if "io_gradient" in found:
             lines += ["", f"MB of the gradient (IO model{without})"]
@@ -246,7 +250,7 @@ def _bound(own: dict[str, Any], device: str) -> str:
 
 def _io_lines(io: dict[str, Any]) -> list[str]:
     rows = [
-        ("q, k and v once", io["read_once"], "the least that device memory is read"),
+        ("q, k and v once", io["read_once"], "the minimum that is read from device memory"),
         ("loaded by tiles", io["loaded"], "q once, k and v once for each tile of queries"),
         ("stored", io["stored"], "out and lse"),
         ("unfused", io["unfused"], "device memory, with scores and weights as arrays"),
@@ -275,7 +279,7 @@ def _gradient_lines(io: dict[str, Any]) -> list[str]:
         ("N^2 d^2 / M", total["asymptotic"], "the theorem, of each pass, without its constant"),
     ]
     if total["added"]:
-        text = "of what is stored: float32 additions to dq; L2 reads and writes as much"
+        text = "the stored bytes that are float32 additions to dq; L2 reads and writes as many"
         rows.insert(0, ("added", total["added"], text))
     return lines + [_io_line(*row) for row in rows]
 

@@ -52,6 +52,6 @@ class FromCheckout:
 
 bench = FromCheckout(
     "command",
-    "time calls next to whatever peers are importable, or the device's memory (in a checkout)",
+    "time calls and installed peers, or the device's memory (in a checkout)",
 )
 plot = FromCheckout("plot", "draw sweeps and benchmarks, PNG and SVG")

@@ -261,7 +261,7 @@ def _refuse_simt(config: Any) -> None:
     if getattr(config, "simt", False):
         got = f"{config.kernel} on CUDA cores"
         raise wrong_value(
-            "--io", got, "kernels that bring tiles into shared memory: the IO model has no others"
+            "--io", got, "kernels that have tiles in shared memory: the IO model has no others"
         )
 
 

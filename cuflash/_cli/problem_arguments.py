@@ -36,7 +36,7 @@ def listed(kind: Callable[[str], Value]) -> Callable[[str], list[Value]]:
             raise ValueError
         return found
 
-    return _typed(read, f"{'ints' if kind is int else 'values'} between commas")
+    return _typed(read, f"comma-separated {'ints' if kind is int else 'values'}")
 
 
 def _above_zero(kind: Callable[[str], Number]) -> Callable[[str], Number]:

@@ -34,12 +34,12 @@ examples:
   python -m cuflash tune --list --arch sm_80 --parameters num_warps=4 blocks_per_sm=2    # no GPU
   python -m cuflash tune --save                                   # into the table of this user
 
-Interrupt it with Ctrl-C; the same command goes on where its file ends. Without a GPU the space is
-listed and compiled, without CuPy or NVRTC listed. The strategies of kernel-tuner come with the
-extra tune.
+Interrupt it with Ctrl-C; the same command continues at the end of its file. Without a GPU the space
+is listed and compiled, without CuPy or NVRTC it is only listed. The extra tune installs the
+strategies of kernel-tuner.
 
-exit status: 0 done, 1 nothing was timed, no configuration is right, or one that is listed does not
-or cannot be made to compile, 2 a wrong argument or file, 130 interrupted
+exit status: 0 done, 1 nothing was timed, no configuration is correct, or a listed one was not
+compiled, 2 a wrong argument or file, 130 interrupted
 """
 
 
@@ -53,21 +53,23 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="values to try instead of all: block_n=96,128",
     )  # fmt: skip
     group.add_argument("--strategy", default="exhaustive", help="exhaustive (default), random, ...")
-    group.add_argument("--budget", type=positive, help="how many configurations to time at most")
+    group.add_argument("--budget", type=positive, help="most configurations to time")
     group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--file", type=Path, help="rows, one JSON object a line (default: named)")
     group.add_argument(
-        "--no-check", dest="check", action="store_false", help="do not compare with the definition"
+        "--file", type=Path, help="rows, one JSON object a line (default: a new name)"
     )
     group.add_argument(
-        "--time-limit", type=positive_number, default=30.0, help="seconds a configuration has"
+        "--no-check", dest="check", action="store_false", help="do not compare with the reference"
+    )
+    group.add_argument(
+        "--time-limit", type=positive_number, default=30.0, help="seconds for each configuration"
     )
     group.add_argument(
         "--budget-ms", type=positive_number, default=60.0,
-        help=f"ms given to the measurements of one, within {WITHIN_ROUNDS} (default: 60)",
+        help=f"ms of timing for each configuration, {WITHIN_ROUNDS} (default: 60)",
     )  # fmt: skip
     group.add_argument(
-        "--processes", type=positive, help="that compile (default: one for each core)"
+        "--processes", type=positive, help="processes that compile (default: one for each core)"
     )
     group.add_argument("--arch", help="list for this architecture, sm_90a; nothing is timed")
     group.add_argument("--list", action="store_true", help="list and compile, time nothing")
@@ -87,8 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0 if _list(found, arguments) else 1
     if hardware.present() is None:
         later = (
-            "; the same command on a machine with one finds what was compiled, if the store of "
-            "kernels is shared"
+            "; the same command on a machine with a GPU finds the compiled kernels if the kernel "
+            "cache is shared"
         )
         compiled = _list(found, arguments)
         print(f"nothing was timed: {no_device()}{later if compiled else ''}", file=sys.stderr)
@@ -193,4 +195,4 @@ def _report(result: Any, best: Any, file: Path, *, as_json: bool) -> None:
     print(f"best    {best['key']}  {best['values']}")
     if final and best["key"] in final["ms"]:
         ms = final["ms"][best["key"]]
-        print(f"{ms:.4g} ms against {final['default_ms']:.4g} ms of the default, all in turns")
+        print(f"{ms:.4g} ms against {final['default_ms']:.4g} ms of the default, all interleaved")

@@ -67,8 +67,8 @@ def pages_within(page_table: Array, lengths: Array, page_size: int, pages: int) 
     columns = np.arange(page_table.shape[1])
     numbers = page_table[columns * page_size < np.asarray(lengths)[:, None]]
     if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < pages:
-        got = f"numbers from {numbers.min()} to {numbers.max()} within the lengths"
-        raise wrong_value("page_table", got, f"numbers from 0 to {pages - 1}")
+        got = f"page numbers from {numbers.min()} to {numbers.max()} within the lengths"
+        raise wrong_value("page_table", got, f"page numbers from 0 to {pages - 1}")
     return numbers
 
 

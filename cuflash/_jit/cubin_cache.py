@@ -52,12 +52,12 @@ def load_shared(name: str) -> bytes | None:
         cubin = _checked(name, content)
         if cubin is not None:
             return cubin
-        _warn_of_shared(str(path), "is cut off, changed, or another kernel's")
+        _warn_of_shared(str(path), "is truncated, changed, or another kernel's")
     return None
 
 
 def read(path: Path) -> bytes:
-    """Content of a file; an OSError if it is no regular file, or any user may have written it.
+    """Content of a file; an OSError if it is no regular file, or other users may have written it.
 
     The file is opened without blocking: a FIFO would wait for a writer.
     """
@@ -67,7 +67,7 @@ def read(path: Path) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if _anybodys(status, path.parent):
-            raise PermissionError(errno.EACCES, "any user may have written it", str(path))
+            raise PermissionError(errno.EACCES, "other users may have written it", str(path))
         return file.read()
 
 

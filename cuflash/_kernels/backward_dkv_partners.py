@@ -29,7 +29,10 @@ class BackwardKVPartnersConfig(portable.PartnersConfig):
     def check(self) -> None:
         super().check()
         if self.block_m > self.num_threads:
-            raise ValueError(f"{self.block_m=} must be at most {self.num_threads=}: one for a row")
+            raise ValueError(
+                f"{self.block_m=} must be at most {self.num_threads=}: one thread loads lse and "
+                "delta of a row"
+            )
 
     @property
     def smem_bytes(self) -> int:
@@ -40,7 +43,7 @@ class BackwardKVPartnersConfig(portable.PartnersConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        return portable.against_partners(request, ROWS)
+        return portable.why_not_partners(request, ROWS)
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:

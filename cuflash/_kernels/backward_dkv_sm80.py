@@ -54,14 +54,17 @@ class BackwardKVConfig(KernelConfig):
     kernel = "backward_dkv_sm80"
     params = "BackwardParams"
     computes = "dkv"
-    parts = SCORED | portable.KV_PARTS | {"held": portable.HeldBias}
+    parts = SCORED | portable.KV_PARTS | {"held": portable.BiasInRegisters}
     tunables = portable.TUNABLES
     owned = "block_n"  # queries are streamed
     streams = range(16, 65, 16)  # up to 64: KeptBits of score/dropout.cuh
 
     def check(self) -> None:
         if self.block_m > self.num_threads:
-            raise ValueError(f"{self.block_m=} must be at most {self.num_threads=}: one for a row")
+            raise ValueError(
+                f"{self.block_m=} must be at most {self.num_threads=}: one thread loads lse and "
+                "delta of a row"
+            )
 
     @property
     def smem_bytes(self) -> int:

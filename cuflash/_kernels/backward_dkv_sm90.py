@@ -28,11 +28,11 @@ ROWS = (
     Row("causal slopes alone, measured", (128, 128), (64, 128, 2, False), "D103"),
     Row("causal softcap alone, measured", (128, 128), (64, 128, 2, True), "D103"),
     # Several options take registers: tiles without spills by NVRTC 12.9 and 13.5, not timed.
-    Row("crowded", (96, 96), (48, 128, 3, False)),
-    Row("crowded", (128, 128), (32, 128, 3, False)),
-    Row("crowded", (192, 128), (48, 128, 2, False)),
-    Row("crowded", (192, 192), (48, 128, 2, False)),
-    Row("crowded", (256, 256), (32, 128, 2, False)),
+    Row("few registers", (96, 96), (48, 128, 3, False)),
+    Row("few registers", (128, 128), (32, 128, 3, False)),
+    Row("few registers", (192, 128), (48, 128, 2, False)),
+    Row("few registers", (192, 192), (48, 128, 2, False)),
+    Row("few registers", (256, 256), (32, 128, 2, False)),
 )
 
 
@@ -57,8 +57,8 @@ class BackwardKVSm90Config(wgmma.WarpgroupsConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        reason = wgmma.against_halves(request)
-        return reason or portable.against_passes(request.problem, _passes(request))
+        reason = wgmma.why_not_halves(request)
+        return reason or portable.why_not_passes(request.problem, _passes(request))
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
@@ -69,7 +69,7 @@ class BackwardKVSm90Config(wgmma.WarpgroupsConfig):
             "score math": needs_score_math(problem),
             f"{bound} {wgmma.only_option(problem)} alone": passes == ["kv"],
             "measured": request.measured,
-            "crowded": wgmma.crowds_gradient(problem),
+            "few registers": wgmma.leaves_few_registers(problem),
         }
         fields = wgmma.fields(cls, request, ROWS, holding)
         return tuple(cls(**fields, grad_k="k" in names, grad_v="v" in names) for names in passes)

@@ -21,7 +21,9 @@ class BackwardKVTf32Sm90Config(tf32_sm90.Tf32Config):
         super().check()
         hidden = self.mask or self.mask_mod or not self.bias == self.segment_ids == "none"
         if hidden and self.block_m != 32:
-            raise ValueError(f"block_m = {self.block_m} must be 32 where single pairs are hidden")
+            raise ValueError(
+                f"block_m = {self.block_m} must be 32 with a bias, a mask or segment ids"
+            )
 
     @property
     def smem_bytes(self) -> int:
@@ -39,8 +41,8 @@ class BackwardKVTf32Sm90Config(tf32_sm90.Tf32Config):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        reason = tf32_sm90.against(request)
-        return reason or portable.against_passes(request.problem, _passes(request))
+        reason = tf32_sm90.why_not(request)
+        return reason or portable.why_not_passes(request.problem, _passes(request))
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:

@@ -34,7 +34,7 @@ class BackwardQPartnersConfig(portable.PartnersConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        return portable.against_partners(request, ROWS)
+        return portable.why_not_partners(request, ROWS)
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:

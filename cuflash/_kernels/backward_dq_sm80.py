@@ -52,7 +52,7 @@ class BackwardQConfig(KernelConfig):
     kernel = "backward_dq_sm80"
     params = "BackwardParams"
     computes = "dq"
-    parts = SCORED | {"held": portable.HeldBias}
+    parts = SCORED | {"held": portable.BiasInRegisters}
     tunables = portable.TUNABLES
 
     @property

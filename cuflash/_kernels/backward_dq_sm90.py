@@ -30,17 +30,17 @@ ROWS = (
     Row("score math", (256, 256), (128, 48, 2, False), "D102"),
     # Under a causal bound the scores ahead of the last block are multiplied in vain. With a bias, a
     # formula, a softcap or a mask a score waits for every product, and there are no scores ahead.
-    Row("score math, none ahead", (128, 128), (128, 64, 3, False), "D26"),
+    Row("score math, no scores ahead", (128, 128), (128, 64, 3, False), "D26"),
     # Several options take registers, with dropout, a bias or a formula among them, and segment ids
     # take the most: tiles without spills by NVRTC 12.9 and 13.5, not timed.
-    Row("crowded", (64, 64), (128, 96, 3, False)),
-    Row("crowded", (96, 96), (128, 64, 3, False)),
-    Row("crowded", (128, 128), (128, 80, 3, False)),
-    Row("crowded", (192, 128), (128, 48, 2, False)),
+    Row("few registers", (64, 64), (128, 96, 3, False)),
+    Row("few registers", (96, 96), (128, 64, 3, False)),
+    Row("few registers", (128, 128), (128, 80, 3, False)),
+    Row("few registers", (192, 128), (128, 48, 2, False)),
     Row("segments, left bound", (192, 128), (128, 64, 2, False)),
-    Row("crowded, segments", (64, 64), (128, 64, 3, False)),
-    Row("crowded, segments", (128, 128), (128, 64, 3, False)),
-    Row("crowded, segments", (192, 128), (128, 64, 2, False)),
+    Row("few registers, segments", (64, 64), (128, 64, 3, False)),
+    Row("few registers, segments", (128, 128), (128, 64, 3, False)),
+    Row("few registers, segments", (192, 128), (128, 64, 2, False)),
 )
 
 
@@ -56,8 +56,8 @@ class BackwardQSm90Config(wgmma.WarpgroupsConfig):
         super().check()
         if self.scores_ahead and self.num_stages < 3:  # the kernel would deadlock (D28)
             raise ValueError(
-                f"{self.num_stages=} must be at least 3 with scores ahead: the next block is "
-                "waited for before the last one's buffer is released"
+                f"{self.num_stages=} must be at least 3 with scores_ahead: the kernel waits for "
+                "the next block before it releases the buffer of the previous one"
             )
 
     @property
@@ -68,7 +68,7 @@ class BackwardQSm90Config(wgmma.WarpgroupsConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        return wgmma.against_halves(request) or wgmma.against_broadcast(request)
+        return wgmma.why_not_halves(request) or wgmma.why_not_broadcast(request)
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
@@ -78,8 +78,8 @@ class BackwardQSm90Config(wgmma.WarpgroupsConfig):
         )  # fmt: skip
         holding = {
             "score math": needs_score_math(problem),
-            "none ahead": any(option is not None for option in waiting),
-            "crowded": wgmma.crowds_gradient(problem) or _reads_wide_bias(problem),
+            "no scores ahead": any(option is not None for option in waiting),
+            "few registers": wgmma.leaves_few_registers(problem) or _reads_wide_bias(problem),
             "segments": problem.segment_ids_q is not None,
             "left bound": problem.window_left is not None,
         }

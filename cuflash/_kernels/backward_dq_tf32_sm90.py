@@ -26,7 +26,7 @@ class BackwardQTf32Sm90Config(tf32_sm90.Tf32Config):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        return tf32_sm90.against(request) or wgmma.against_broadcast(request)
+        return tf32_sm90.why_not(request) or wgmma.why_not_broadcast(request)
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:

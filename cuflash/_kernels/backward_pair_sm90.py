@@ -14,9 +14,11 @@ class BackwardPairConfig(fused_backward.AllGradientsConfig):
     def check(self) -> None:
         super().check()
         if self.block_m != 64 or self.block_n != 64 or self.keys_in_registers:
-            raise ValueError("a warpgroup holds 64 queries by 64 keys, and no keys in registers")
+            raise ValueError("block_m and block_n must be 64, and keys_in_registers False")
         if self.head_dim % 64 or self.head_dim_v % 64 or self.head_dim < 128:
-            raise ValueError(f"{self.head_dim=} and {self.head_dim_v=} must be panels of 64")
+            raise ValueError(
+                f"{self.head_dim=} and {self.head_dim_v=} must be multiples of 64 from 128 on"
+            )
 
     @property
     def smem_bytes(self) -> int:

@@ -12,7 +12,7 @@ class BackwardOnePassConfig(fused_backward.AllGradientsConfig):
         super().check()
         if self.block_m % 64 or self.block_m // 64 * -(-self.head_dim // 64) != 2:
             raise ValueError(
-                f"{self.block_m=} by {self.head_dim=} must be two parts of dq: 64 rows, 64 columns"
+                f"{self.block_m=} by {self.head_dim=} must be two parts of dq, each 64 by 64"
             )
 
     @property

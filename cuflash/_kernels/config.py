@@ -53,7 +53,7 @@ class Operands(NamedTuple):
         if self.copy_bytes not in (2, 4, 8, 16):
             raise ValueError(f"{self.copy_bytes=} must be 2, 4, 8 or 16")
         if self.copy_bytes < ELEMENT_BYTES[self.dtype]:
-            raise ValueError(f"{self.copy_bytes=} is less than an element of {self.dtype}")
+            raise ValueError(f"{self.copy_bytes=} is smaller than an element of {self.dtype}")
         if self.head_dim_v not in ALL_HEAD_DIMS:
             raise ValueError(f"{self.head_dim_v=} must be one of {ALL_HEAD_DIMS}")
 
@@ -120,7 +120,7 @@ class KernelConfig:
     owned: ClassVar[str] = "block_m"  # tile side of the results; the other side is streamed
     splits_keys: ClassVar[bool] = False  # can several thread blocks share a tile's keys (split-KV)?
     of_few_rows: ClassVar[bool] = False  # does it support split keys where queries are few?
-    joins_results: ClassVar[bool] = False  # can it merge its result with one over other keys?
+    can_merge_partial: ClassVar[bool] = False  # can it merge its result with one over other keys?
     reads_pages: ClassVar[bool] = False  # can it read keys and values in pages?
     cluster_blocks: ClassVar[int] = 1  # thread blocks of a cluster that shares a tile
     row_warps: ClassVar[int] = 1  # warps that own the same rows; 0: warps own no rows
@@ -130,7 +130,7 @@ class KernelConfig:
     #: ``ColumnBits`` of score/ranges.cuh.
     streams: ClassVar[Sequence[int]] = range(16, 129, 16)
     narrowest: ClassVar[int] = HEAD_DIMS[0]  # least padded head size
-    most_of_simt: ClassVar[int] = 512  # most owned rows with ``simt``: simt/global_tile.cuh
+    max_simt_rows: ClassVar[int] = 512  # most owned rows with ``simt``: simt/global_tile.cuh
 
     _names: ClassVar[tuple[str, ...]]  # names of all fields
     _defaults: ClassVar[dict[str, Any]]  # by field, where there is a default
@@ -142,14 +142,16 @@ class KernelConfig:
         cls._names = tuple(name for part in parts for name in part._fields)
         cls._defaults = {n: value for part in parts for n, value in part._field_defaults.items()}
         if both := named.keys() & set(cls._names):
-            raise TypeError(f"{cls.__name__}: {both} are parts and fields")
+            raise TypeError(f"{cls.__name__}: {both} name both a part and a field")
 
     def __init__(self, **values: Any) -> None:
         names, given = self._names, self._defaults | values
         wrong = [name for name in names if name not in given]
         wrong += [name for name in values if name not in names]
         if wrong:
-            raise TypeError(f"{self.__class__.__name__}: missing, or no field: {', '.join(wrong)}")
+            raise TypeError(
+                f"{self.__class__.__name__}: missing or unknown fields: {', '.join(wrong)}"
+            )
         flat = {name: given[name] for name in names}
         parts = {
             name: part._make([flat[field] for field in part._fields])
@@ -265,13 +267,16 @@ class KernelConfig:
             value = getattr(self, name)
             if name != self.owned and value not in self.streams:
                 raise ValueError(f"{name} = {value} must be one of {(*self.streams,)}")
-            if name == self.owned and self.simt and value > self.most_of_simt:
-                raise ValueError(f"{name} = {value} must be at most {self.most_of_simt}")
+            if name == self.owned and self.simt and value > self.max_simt_rows:
+                raise ValueError(f"{name} = {value} must be at most {self.max_simt_rows}")
         if self.result_columns % (16 * self.split_columns):
-            raise ValueError(f"{self.result_columns} columns, {self.split_columns=}: not by 16")
+            columns = f"{self.result_columns} columns"
+            raise ValueError(
+                f"{self.split_columns=}: {columns} must be a multiple of 16 times that"
+            )
         rows = self.row_warps * int(getattr(self, self.owned))
         if rows % (16 * self.num_warps):
-            raise ValueError(f"{rows} rows must be split evenly over {self.num_warps=} by 16")
+            raise ValueError(f"{self.num_warps=}: {rows} rows must be a multiple of 16 times that")
 
     def __getattr__(self, name: str) -> Any:
         try:

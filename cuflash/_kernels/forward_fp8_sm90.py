@@ -58,14 +58,14 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
             problem.sink,
         )  # fmt: skip
         light = plain and all(bound is None for bound in bounds)
-        return wgmma.against(request) or wgmma.first_reason(
-            (64 < widest <= 96, "narrower tiles of 16 bits are as fast"),
-            (widest > 128, "registers hold no two sums of wider heads"),  # D195
-            (not problem.seqlen_k, "there are no keys, and a tensor map holds at least one row"),
-            (not problem.head_dim_v, "there are no values, and a tensor map holds a column"),
-            (problem.out.dtype not in HALVES, "it writes 16 bits"),
-            (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
-            (not plain or (widest <= 64 and not light), "products of 16 bits are faster there"),
+        return wgmma.why_not(request) or wgmma.first_reason(
+            (64 < widest <= 96, "narrower 16-bit tiles are as fast"),
+            (widest > 128, "registers cannot hold two accumulators of wider heads"),  # D195
+            (not problem.seqlen_k, "there are no keys, and a tensor map needs at least one row"),
+            (not problem.head_dim_v, "head_dim_v is 0, and a tensor map needs at least one column"),
+            (problem.out.dtype not in HALVES, "the kernel writes 16-bit results"),
+            (problem.head_dim_v % 8 != 0, "rows of out are no multiples of 16 bytes"),
+            (not plain or (widest <= 64 and not light), "16-bit products are faster"),
         )
 
     @classmethod

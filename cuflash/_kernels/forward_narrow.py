@@ -49,7 +49,7 @@ class ForwardNarrowConfig(narrow.NarrowConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        return narrow.against(request)
+        return narrow.why_not(request)
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:

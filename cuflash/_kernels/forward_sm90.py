@@ -83,20 +83,20 @@ ROWS = (
     Row("mask tiles", (96, 96), (128, 128, 2, 2, 4)),
     Row("mask tiles", (128, 128), (128, 128, 2, 2, 4), "D8"),
     # Where the tiles above spill, which few of these cases do, and some with one compiler only.
-    Row("all that takes registers", (128, 128), (128, 64, 2, 2, 0)),
+    Row("high register pressure", (128, 128), (128, 64, 2, 2, 0)),
     Row("softcap, packed, offsets", (256, 256), (128, 32, 2, 1, 0)),
     Row("bias of float16, parts", (128, 128), (128, 80, 2, 2, 0)),
     # Segments (ids are looked up for each key), or a left bound with packing or a bias.
-    Row("crowded, packed", (128, 128), (128, 64, 2, 2, 0)),
-    Row("crowded", (192, 128), (128, 64, 2, 1, 0)),
-    Row("crowded", (192, 192), (128, 48, 2, 1, 0)),
+    Row("few registers, packed", (128, 128), (128, 64, 2, 2, 0)),
+    Row("few registers", (192, 128), (128, 64, 2, 1, 0)),
+    Row("few registers", (192, 192), (128, 48, 2, 1, 0)),
 )
 WIDEST_LOOK_UP = 128  # largest head size with shared memory for a mask or a bias
 _MASK_STAGES = 2  # buffers of a mask
 _BIAS_BYTES = 4  # bytes of one value of a bias in all buffers
 _MOST_PRESSURE = 4  # most register_pressure beside blocks of 128 keys at head size 128
 _NARROW = 4096  # most keys that a query sees in a narrow window
-_GAIN_OF_192_ROWS = 1.15  # most rows of the busiest SM, over its rows with tiles of 128 (D15)
+_MAX_ROWS_RATIO_OF_192 = 1.15  # most rows of the busiest SM, over its rows with tiles of 128 (D15)
 
 
 class Own(NamedTuple):
@@ -123,7 +123,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     parts = SCORED | {"own": Own}
     tunables = ("block_m", "block_n", "num_stages", "num_q_stages", "overlap_quarters")
     splits_keys = True
-    joins_results = True
+    can_merge_partial = True
     reads_pages = True
 
     def check(self) -> None:
@@ -137,9 +137,14 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
             or self.block_n % (128 if self.mask_stages else 64)
             or max(self.head_dim, self.head_dim_v) > 128
         ):
-            raise ValueError(f"{self.bias_stages=} and {self.mask_stages=} take tiles of 128 rows")
+            raise ValueError(
+                f"{self.bias_stages=} and {self.mask_stages=} need block_m 128, head sizes up to "
+                "128, and block_n a multiple of 64, with a mask of 128"
+            )
         if self.num_q_stages == 2 and self.head_dim_v > self.head_dim:
-            raise ValueError(f"{self.head_dim_v=} does not fit into a tile of q: {self.head_dim=}")
+            raise ValueError(
+                f"{self.head_dim_v=} must be at most {self.head_dim=}: q's tile stages out"
+            )
 
     @property
     def smem_bytes(self) -> int:
@@ -163,45 +168,51 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         packed, biased = problem.cu_seqlens_q is not None, problem.bias is not None
         looked_up = problem.mask is not None or problem.segment_ids_q is not None
         sliding = problem.window_left is not None
-        partial = problem.joins or problem.out.dtype != problem.dtype
+        partial = problem.merges_partial or problem.out.dtype != problem.dtype
         pages = problem.pages
-        return wgmma.against_halves(request) or wgmma.first_reason(
-            (problem.formulas is not None, "nobody knows how many registers a formula takes"),
-            (biased and packed, "a bias and where sequences begin spill in some case"),
-            (biased and pressure > 0, "a bias spills beside options that take registers"),
+        return wgmma.why_not_halves(request) or wgmma.first_reason(
+            (problem.formulas is not None, "a formula's registers are unknown"),
+            (biased and packed, "a bias of packed sequences spills registers in some cases"),
+            (
+                biased and pressure > 0,
+                "a bias spills registers with other options that need registers",
+            ),
             (
                 biased and wide and sliding,
-                "a bias and the first key of a window spill in every tile",
+                "a bias with a left window bound spills registers in every tile",
             ),
-            (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
+            (problem.head_dim_v % 8 != 0, "rows of out are no multiples of 16 bytes"),
             (
                 pages is not None and pages.size % 8 != 0,
-                "a page is no multiple of the 8 rows of an atom of shared memory",
+                "page_size is no multiple of 8, the rows of a swizzle atom",
             ),
             (
                 pages is not None and biased,
-                "a bias spills beside pages at head size 96",
+                "a bias with pages spills registers at head size 96",
             ),
             (
                 pages is not None
                 and (looked_up or problem.dropout > 0)
                 and wgmma.widest(problem) > 128,
-                "a mask, ids or drawn bits spill beside pages",
+                "a mask, segment ids or dropout with pages spill registers",
             ),
             (
                 pages is not None and split_keys.few(problem),
-                "few queries over pages leave its tiles half empty",
+                "few queries over pages leave the kernel's tiles half empty",
             ),
-            (partial and pressure > 1, "results in float32 spill beside two such options"),
+            (
+                partial and pressure > 1,
+                "float32 results with two options that need registers spill",
+            ),
             (
                 partial and 128 < wgmma.widest(problem) <= 192,
-                "results in float32 spill in this tile",
+                "float32 results spill registers in this tile",
             ),
             (
                 wide and packed and looked_up,
-                "a mask or ids of packed sequences spill in every tile",
+                "a mask or segment ids of packed sequences spill registers in every tile",
             ),
-            (wide and pressure > 1, "any two options that take registers spill in some case"),
+            (wide and pressure > 1, "any two options that need registers spill in some cases"),
         )
 
     @classmethod
@@ -216,7 +227,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
             if size % block_n and block_n % size:
                 return ()  # a TMA box would extend over two blocks or two pages
             fields["paged"] = True
-        return (cls(**fields, sink=dtype_of(problem.sink), joins=problem.joins),)
+        return (cls(**fields, sink=dtype_of(problem.sink), joins=problem.merges_partial),)
 
 
 def look_up_stages(request: Request) -> dict[str, int]:
@@ -226,7 +237,7 @@ def look_up_stages(request: Request) -> dict[str, int]:
         wgmma.widest(problem) > WIDEST_LOOK_UP
         or problem.cu_seqlens_q is not None
         or problem.pages is not None
-        or problem.joins
+        or problem.merges_partial
         or problem.out.dtype != problem.dtype
         or split_keys.wanted(request)
     ):
@@ -264,7 +275,7 @@ def _holding(request: Request, stages: dict[str, int]) -> dict[str, bool]:
         "few tiles": few_tiles,
         "short sequences": packed and not sink and not few_tiles,
         "score math": needs_score_math(problem),
-        "all that takes registers": register_pressure(problem) > _MOST_PRESSURE,
+        "high register pressure": register_pressure(problem) > _MOST_PRESSURE,
         f"{alone} alone": bool(alone),
         "softcap": problem.softcap is not None,
         "dropout": problem.dropout > 0,
@@ -274,7 +285,7 @@ def _holding(request: Request, stages: dict[str, int]) -> dict[str, bool]:
         "bias of float16": biased and problem.bias.dtype == np.float16,
         "bias tiles": "bias_stages" in stages,
         "mask tiles": "mask_stages" in stages,
-        "crowded": problem.segment_ids_q is not None
+        "few registers": problem.segment_ids_q is not None
         or (needs_score_math(problem) and sliding and (packed or biased)),
     }
 
@@ -290,4 +301,4 @@ def _has_few_rows(request: Request) -> bool:
         return False
     alone = problem.window_right is not None and portable.num_tiles(problem, 192) <= num_sms
     of_192, of_128 = (portable.most_rows(request, block_m) for block_m in (192, 128))
-    return alone or of_192 > _GAIN_OF_192_ROWS * of_128
+    return alone or of_192 > _MAX_ROWS_RATIO_OF_192 * of_128

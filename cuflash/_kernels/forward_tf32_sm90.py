@@ -23,7 +23,9 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
     def check(self) -> None:
         super().check()
         if self.precision == "tf32" and self.block_n != 64:
-            raise ValueError(f"block_n = {self.block_n} must be 64: there is no product of others")
+            raise ValueError(
+                f"block_n = {self.block_n} must be 64, the only size with TF32 products"
+            )
 
     @property
     def smem_bytes(self) -> int:
@@ -37,18 +39,18 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
         problem = request.problem
         wide = wgmma.widest(problem) > 64
         of_scores = register_pressure(problem) > 0 or problem.bias is not None
-        return tf32_sm90.against(request) or wgmma.first_reason(
+        return tf32_sm90.why_not(request) or wgmma.first_reason(
             (
                 wide and problem.segment_ids_q is not None,
-                "segment ids of 64 keys spill beside 128 columns of out",
+                "segment ids of 64 keys spill registers at head size 128",
             ),
             (
                 wide and of_scores and split_keys.wanted(request),
-                "options of scores spill beside 128 columns of out and parts of the keys",
+                "score options with split keys spill registers at head size 128",
             ),
             (
                 problem.num_queries is not None,
-                "queries of several heads leave its tiles half empty",
+                "queries of several heads leave the kernel's tiles half empty",
             ),
         )
 

@@ -23,7 +23,7 @@ ROWS = (
     Row("", (256, 256), (64, 64, 2, False), "D101"),
 )
 WIDEST_ALONE = 128  # largest padded head size whose dk and dv one thread block holds
-_WIDEST_CROWDED = 96  # the same beside a bias in global memory, or a bias and two other options
+_WIDEST_WITH_BIAS = 96  # the same beside a bias in global memory, or a bias and two other options
 #: Buffers, each of 32 rows of a 16-bit bias or of a mask, by padded head size: all that fit (D190).
 _BIAS_STAGES, _MASK_STAGES = {32: 4, 64: 3, 128: 4}, {32: 4, 64: 4, 96: 2, 128: 4}
 
@@ -58,29 +58,35 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
         leave too few registers for them.
         """
         problem, pair = request.problem, cls.cluster_blocks == 2
-        reason = wgmma.against_halves(request) or wgmma.against_broadcast(request)
+        reason = wgmma.why_not_halves(request) or wgmma.why_not_broadcast(request)
         reason = reason or wgmma.first_reason(
             (problem.k.summed != problem.v.summed, "k and v are broadcast along different axes"),
-            (problem.head_dim_v > problem.head_dim, "registers hold no wider results"),
-            (not portable.shares_keys(problem, "kv"), "entries of one result have other keys"),
-            (pair and needs_score_math(problem), "a score takes more than a product and bounds"),
+            (problem.head_dim_v > problem.head_dim, "registers hold no head_dim_v above head_dim"),
             (
-                pair and problem.cu_seqlens_q is not None,
-                "a pair of thread blocks begins with the first row of the arrays",
+                not portable.shares_keys(problem, "kv"),
+                "batch entries that are summed into one result have different keys",
             ),
             (
-                _crowded(request),
-                "registers do not hold a bias of these strides, or beside that many options",
+                pair and needs_score_math(problem),
+                "a pair of thread blocks supports no score options but bounds",
+            ),
+            (
+                pair and problem.cu_seqlens_q is not None,
+                "a pair of thread blocks supports no packed sequences",
+            ),
+            (
+                _lacks_registers(request),
+                "registers do not hold a bias with these strides or this many options",
             ),
         )
         if not reason and pair != (smallest(ROWS, problem)[0] > WIDEST_ALONE):
-            return "the other kernel of all gradients is for this head size"
+            return "the other one-pass kernel is for this head size"
         return reason
 
     def check(self) -> None:
         super().check()
         if self.grad_bias and not self.can_write_bias:
-            raise ValueError(f"{self.grad_bias=}: ds of a block is not the gradient of a bias")
+            raise ValueError(f"{self.grad_bias=}: the kernel cannot compute this bias's gradient")
 
     @property
     def can_write_bias(self) -> bool:
@@ -92,7 +98,7 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
         takes_registers = self.window_left or self.window_right or self.alibi_slopes != "none"
         return (
             self.cluster_blocks == 1
-            and not (self.head_dim > _WIDEST_CROWDED and takes_registers)
+            and not (self.head_dim > _WIDEST_WITH_BIAS and takes_registers)
             and self.bias == self.dtype
             and not self.softcap
             and not self.score_mod
@@ -122,10 +128,10 @@ def mask_stages(request: Request) -> int:
     return _MASK_STAGES.get(smallest(ROWS, problem)[0], 0) if comes else 0
 
 
-def _crowded(request: Request) -> bool:
+def _lacks_registers(request: Request) -> bool:
     """Are there no registers for a bias?"""
     problem = request.problem
-    if problem.bias is None or smallest(ROWS, problem)[0] <= _WIDEST_CROWDED:
+    if problem.bias is None or smallest(ROWS, problem)[0] <= _WIDEST_WITH_BIAS:
         return False
     return register_pressure(problem) > 1 or not bias_stages(request)
 

@@ -33,12 +33,14 @@ class NarrowConfig(KernelConfig):
 
     tunables = portable.TUNABLES
     streams = range(16, 513, 16)  # keys of one sum: 262,144 keys are 512 sums of 512
-    most_of_simt = 2**15  # owned rows are in registers, not in a GlobalTile
+    max_simt_rows = 2**15  # owned rows are in registers, not in a GlobalTile
 
     def check(self) -> None:
         own = getattr(self, self.owned)
         if own % self.num_threads or self.split_columns != 1:
-            raise ValueError(f"{own} rows by {self.num_threads=}, {self.split_columns=} by 1")
+            raise ValueError(
+                f"{own} rows must be a multiple of {self.num_threads=}, and {self.split_columns=} 1"
+            )
 
     @property
     def numbers(self) -> int:
@@ -58,7 +60,7 @@ class NarrowBackwardConfig(NarrowConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        return against(request)
+        return why_not(request)
 
     @classmethod
     def tiled(cls, request: Request, **own: Any) -> Self:
@@ -85,14 +87,17 @@ def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
     }
 
 
-def against(request: Request) -> str:
+def why_not(request: Request) -> str:
     """Why no narrow kernel serves a request; empty where one does. (D64)"""
     problem = request.problem
     wins = problem.dtype in (np.float32, np.float64) or shares_bias(problem)
     return wgmma.first_reason(
-        (not wins, "tensor cores are fast enough for 16 bits without a bias of keys alone"),
+        (
+            not wins,
+            "tensor cores are fast enough for 16 bits unless only a bias for each key is added",
+        ),
         (wgmma.widest(problem) > WIDEST, f"head sizes above {WIDEST} are for tensor cores"),
-        (bool(problem.formulas), "nobody knows how many registers a formula takes"),
+        (bool(problem.formulas), "a formula's registers are unknown"),
     )
 
 

@@ -235,11 +235,11 @@ def shares_keys(problem: Problem, names: Sequence[str]) -> bool:
     return all(own[i] for own in read for i, is_summed in enumerate(summed) if is_summed)
 
 
-def against_passes(problem: Problem, passes: Sequence[str]) -> str:
+def why_not_passes(problem: Problem, passes: Sequence[str]) -> str:
     """Why kernels that load keys once for each result do not support these passes; or empty."""
     if all(shares_keys(problem, names) for names in passes):
         return ""
-    return "batch entries that are summed into one result have other keys or values"
+    return "batch entries that are summed into one result have different keys or values"
 
 
 class Forward(NamedTuple):
@@ -262,7 +262,7 @@ class Results(NamedTuple):
 
     def check(self) -> None:
         if not (self.grad_k or self.grad_v):
-            raise ValueError(f"{self.grad_k=}, {self.grad_v=}: nothing to compute")
+            raise ValueError(f"{self.grad_k=}, {self.grad_v=}: at least one must be True")
 
 
 class SharedKeys(NamedTuple):
@@ -284,7 +284,7 @@ def kv_fields(problem: Problem, names: str) -> dict[str, bool]:
     }
 
 
-class HeldBias(NamedTuple):
+class BiasInRegisters(NamedTuple):
     """For gradient kernels that can read a bias before the scores that it is added to."""
 
     holds_bias: bool = False  # does each lane keep the bias of its pairs of a block in registers?
@@ -306,17 +306,17 @@ class PartnersConfig(KernelConfig):
 
     def check(self) -> None:
         if self.num_warps % 2:
-            raise ValueError(f"num_warps = {self.num_warps} must be even: two have the same rows")
+            raise ValueError(f"num_warps = {self.num_warps} must be even: two warps share rows")
 
 
-def against_partners(request: Request, rows: Sequence[Row]) -> str:
+def why_not_partners(request: Request, rows: Sequence[Row]) -> str:
     """Why no kernel with partners (warps that share rows) serves a request; or empty."""
     problem = request.problem
     if request.simt or problem.dtype != np.float64:
-        return "only float64 on tensor cores leaves a warp too few registers for its rows"
+        return "partner warps, which share rows, are for float64 on tensor cores"
     if needs_score_math(problem) or problem.cu_seqlens_q is not None:
-        return "options of scores and packed sequences take registers that partners do not leave"
+        return "score options and packed sequences need registers that partner warps do not leave"
     widest = max(padded(d) for d in (problem.head_dim, problem.head_dim_v))
     if widest not in {row.head_dims for row in rows}:
-        return f"no tile of partners is {widest} columns wide"
+        return f"no tile of partner warps is {widest} columns wide"
     return ""

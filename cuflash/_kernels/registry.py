@@ -51,6 +51,6 @@ KERNELS: dict[str, type[KernelConfig]] = {
 }
 
 
-def that_compute(result: str) -> tuple[type[KernelConfig], ...]:
+def kernels_for(result: str) -> tuple[type[KernelConfig], ...]:
     """The kernels that compute one result, best first."""
     return tuple(kernel for kernel in KERNELS.values() if kernel.computes == result)

@@ -28,19 +28,19 @@ MOST_CLUSTER_PARTS = 8  # thread blocks of a cluster that every device with clus
 class Bounds(NamedTuple):
     """When keys are split, and into how many parts. Fields count keys unless they say otherwise."""
 
-    fewest: int  # fewest keys that are worth a second kernel
-    fewest_in_pages: int  # the same for pages and few rows
-    fewest_beside_tiles: int  # the same for few rows, where over half of the SMs have a tile
-    of_a_row: int  # fewest keys for each query that are worth it
-    least: int  # fewest keys of a part
-    short_parts: int  # parts of few rows, up to this number, may have fewer keys,
-    shortest: int  # but no fewer than these
-    most_of_ragged: int  # most keys of a part, where entries may be shorter than the array
-    most_parts: int  # most parts of a tile
-    packed_parts: int  # most parts of a packed sequence
+    min_keys: int  # fewest keys that are worth a second kernel
+    min_keys_in_pages: int  # the same for pages and few rows
+    min_keys_beside_tiles: int  # the same for few rows, where over half of the SMs have a tile
+    min_keys_per_query: int  # fewest keys for each query that are worth it
+    min_part_keys: int  # fewest keys of a part
+    max_short_parts: int  # tiles of few rows may have up to this number of shorter parts
+    min_short_keys: int  # fewest keys of a shorter part
+    max_ragged_part_keys: int  # most keys of a part, where entries may be shorter than the array
+    max_parts: int  # most parts of a tile
+    max_packed_parts: int  # most parts of a packed sequence
 
 
-#: From ``fewest`` on, keys in order have the same parts as keys in pages: the same bits. (D196)
+#: From ``min_keys`` on, keys in order have the same parts as keys in pages: the same bits. (D196)
 BOUNDS = Bounds(2048, 512, 8192, 8, 256, 16, 64, 4096, 256, 32)
 
 
@@ -48,8 +48,8 @@ class InClusters(NamedTuple):
     """For how many keys the thread blocks of a tile form a cluster, up to so many rows."""
 
     rows: int  # most rows of a tile
-    fewest: int  # fewest keys
-    most: int  # most keys
+    min_keys: int  # fewest keys
+    max_keys: int  # most keys
 
 
 #: The second is for head size 64 in 16 bits, without score options and sink. (D196)
@@ -59,13 +59,13 @@ IN_CLUSTERS = (InClusters(FEW_ROWS, 512, 2048), InClusters(96, 2048, 4096))
 def wanted(request: Request) -> bool:
     """Whether to split keys: many, where tiles leave half of the SMs idle or lengths may differ."""
     problem, bounds = request.problem, BOUNDS
-    if problem.joins or not request.num_sms:
+    if problem.merges_partial or not request.num_sms:
         return False
     if in_clusters(request):
         return True
     in_pages = problem.pages is not None and few(problem)
-    fewest = bounds.fewest_in_pages if in_pages else bounds.fewest
-    if problem.seqlen_k < max(fewest, bounds.of_a_row * problem.seqlen_q):
+    fewest = bounds.min_keys_in_pages if in_pages else bounds.min_keys
+    if problem.seqlen_k < max(fewest, bounds.min_keys_per_query * problem.seqlen_q):
         return False
     if problem.cu_seqlens_q is not None:
         return _is_ragged(problem)
@@ -81,11 +81,11 @@ def has_tiles_of_few_rows(request: Request) -> bool:
     problem, bounds = request.problem, BOUNDS
     widest = portable.padded(max(problem.head_dim, problem.head_dim_v))
     fills = 2 * math.prod(problem.batch) > TILES_OF_FEW_ROWS * request.num_sms
-    fewest = bounds.fewest if fills else bounds.fewest_beside_tiles
+    fewest = bounds.min_keys if fills else bounds.min_keys_beside_tiles
     return bool(
         request.num_sms
         and not request.simt
-        and not problem.joins
+        and not problem.merges_partial
         and problem.cu_seqlens_q is None
         and problem.dtype in HALVES
         and widest in WIDTHS_OF_FEW_ROWS
@@ -117,7 +117,7 @@ def in_clusters(request: Request) -> bool:
     received = bounds.rows * columns * problem.lse_dtype.itemsize
     return bool(
         problem.seqlen_q <= bounds.rows
-        and bounds.fewest <= problem.seqlen_k <= bounds.most
+        and bounds.min_keys <= problem.seqlen_k <= bounds.max_keys
         and problem.cu_seqlens_q is None
         and MOST_CLUSTER_PARTS * math.prod(problem.batch) <= request.num_sms
         and columns <= portable.held(request).out_general
@@ -154,25 +154,25 @@ def part_keys(problem: Problem, config: Any, parts: int) -> int:
     """Keys of a part, in whole blocks; the fewest for packed sequences: ``schedule/tiles.cuh``."""
     blocks = -(-problem.seqlen_k // config.block_n)
     if problem.cu_seqlens_q is not None:
-        return int(-(-BOUNDS.least // config.block_n) * config.block_n)
+        return int(-(-BOUNDS.min_part_keys // config.block_n) * config.block_n)
     return int(-(-blocks // parts) * config.block_n)
 
 
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     """Parts of each tile: as many as fill the device once, within ``BOUNDS``."""
-    bounds, most = BOUNDS, problem.seqlen_k // BOUNDS.least
+    bounds, most = BOUNDS, problem.seqlen_k // BOUNDS.min_part_keys
     if problem.cu_seqlens_q is not None:
-        return min(bounds.packed_parts, most)
+        return min(bounds.max_packed_parts, most)
     if few(problem):
-        most = max(most, min(bounds.short_parts, problem.seqlen_k // bounds.shortest))
+        most = max(most, min(bounds.max_short_parts, problem.seqlen_k // bounds.min_short_keys))
     tiles = math.prod(problem.batch) * -(-problem.seqlen_q // config.block_m) * config.split_columns
     blocks = -(-problem.seqlen_k // config.block_n)
     parts = config.blocks_per_sm * num_sms // max(tiles, 1)
     if _is_ragged(problem):
-        parts = max(parts, -(-problem.seqlen_k // bounds.most_of_ragged))
+        parts = max(parts, -(-problem.seqlen_k // bounds.max_ragged_part_keys))
     if not config.leaves_parts:
         most = min(most, MOST_CLUSTER_PARTS)
-    parts = max(1, min(parts, most, bounds.most_parts))
+    parts = max(1, min(parts, most, bounds.max_parts))
     return int(-(-blocks // -(-blocks // parts)))
 
 
@@ -190,4 +190,4 @@ def _reads_once(request: Request) -> bool:
 
 def _is_ragged(problem: Problem) -> bool:
     lengths = problem.kv_lengths is not None or problem.cu_seqlens_q is not None
-    return few(problem) and lengths and problem.seqlen_k > BOUNDS.most_of_ragged
+    return few(problem) and lengths and problem.seqlen_k > BOUNDS.max_ragged_part_keys

@@ -36,7 +36,7 @@ class Tf32Config(KernelConfig):
             raise ValueError(f"{self.dtype=} must be float32")
         if self.own_rows != 128 or self.num_warps != num_warps:
             raise ValueError(
-                f"{self.own_rows} rows, {self.num_warps=}: must be 128 and {num_warps}"
+                f"{self.owned} = {self.own_rows} must be 128, and {self.num_warps=} {num_warps}"
             )
         if self.num_stages < 1:
             raise ValueError(f"{self.num_stages=} must be at least 1")
@@ -46,21 +46,21 @@ class Tf32Config(KernelConfig):
             raise ValueError(f"{self.head_dim=}, {self.head_dim_v=} must be 64 or 128")
 
 
-def against(request: Request) -> str:
+def why_not(request: Request) -> str:
     """Why no float32 kernel for Hopper serves a request; empty where one may."""
     problem = request.problem
     options = register_pressure(problem) + (problem.bias is not None)
     options += problem.segment_ids_q is not None  # segments count twice: ids of both sides
     widest = wgmma.widest(problem)
-    return wgmma.against(request) or wgmma.first_reason(
+    return wgmma.why_not(request) or wgmma.first_reason(
         (
             problem.dtype != np.float32,
-            f"Hopper's products of TF32 are for float32, not {problem.dtype}",
+            f"Hopper's TF32 products are for float32, not {problem.dtype}",
         ),
-        (widest > 128, "registers hold no wider result"),
+        (widest > 128, "registers hold no result wider than 128 columns"),
         (widest <= 32, "a tile of 64 columns would be half empty"),
-        (problem.formulas is not None, "nobody knows how many registers a formula takes"),
-        (options > 2, "registers hold two options that change scores"),
+        (problem.formulas is not None, "a formula's registers are unknown"),
+        (options > 2, "registers hold at most two options that change scores"),
     )
 
 

@@ -28,37 +28,39 @@ def first_reason(*reasons: tuple[bool, str]) -> str:
     return next((text for applies, text in reasons if applies), "")
 
 
-def against(request: Request) -> str:
+def why_not(request: Request) -> str:
     """Why no kernel for Hopper runs on the device; empty where one does."""
     return first_reason(
-        (request.capability != 90, f"sm_{request.capability} has no wgmma as sm_90 has it"),
-        (not request.tensor_maps, "the driver encodes no tensor maps"),
+        (request.capability != 90, f"sm_{request.capability} has no wgmma, which only sm_90 has"),
+        (not request.tensor_maps, "the driver cannot encode tensor maps"),
     )
 
 
-def against_halves(request: Request) -> str:
+def why_not_halves(request: Request) -> str:
     """Why no 16-bit kernel for Hopper serves a request; empty where one may."""
     problem = request.problem
-    return against(request) or first_reason(
+    return why_not(request) or first_reason(
         (
             problem.dtype not in HALVES,
             f"Hopper's kernels multiply 16-bit elements, not {problem.dtype}",
         ),
         (widest(problem) > HEAD_DIMS[-1], f"no tile is wider than {HEAD_DIMS[-1]}"),
-        (not problem.seqlen_k, "there are no keys, and a tensor map holds at least one row"),
+        (not problem.seqlen_k, "there are no keys, and a tensor map needs at least one row"),
     )
 
 
-def against_broadcast(request: Request) -> str:
+def why_not_broadcast(request: Request) -> str:
     """Why no kernel for Hopper computes dq for a request; empty where one may."""
     broadcast = any(request.problem.q.summed)
-    return "q is broadcast, and its gradient a sum over batch entries" if broadcast else ""
+    return "q is broadcast: its gradient is a sum over batch entries" if broadcast else ""
 
 
 def leaves_tiles_empty(problem: Problem) -> str:
     """Why no 16-bit kernel for Hopper is chosen by default, though it could serve; or empty."""
-    short = portable.is_short(problem) and not problem.joins
-    return "so few queries and keys leave most of a tile of Hopper's kernels empty" if short else ""
+    short = portable.is_short(problem) and not problem.merges_partial
+    return (
+        "so few queries and keys leave the tiles of Hopper's kernels mostly empty" if short else ""
+    )
 
 
 def widest(problem: Problem) -> int:
@@ -66,7 +68,7 @@ def widest(problem: Problem) -> int:
     return max(problem.head_dim, problem.head_dim_v)
 
 
-def crowds_gradient(problem: Problem) -> bool:
+def leaves_few_registers(problem: Problem) -> bool:
     """Do options need registers that only smaller tiles of a gradient leave?"""
     beside = sum(x is not None for x in (problem.bias, problem.formulas))
     return (problem.dropout > 0 or beside > 0) and register_pressure(problem) + beside > 2
@@ -98,16 +100,16 @@ class WarpgroupsConfig(KernelConfig):
             raise ValueError(
                 f"{name} = {rows // blocks} must be {128 // blocks} or {192 // blocks}: two or "
                 "three warpgroups of 64 rows"
-                + (f" in {blocks} blocks of threads" if blocks > 1 else "")
+                + (f" in {blocks} thread blocks" if blocks > 1 else "")
             )
         warps = self.warps_for(rows // blocks)
         if warps > 16:
             raise ValueError(
-                f"{name} = {rows} with {self.other_warps} warps beside: registers serve 16 warps "
-                "at most"
+                f"{name} = {rows} and {self.other_warps} other warps: registers suffice for 16 "
+                "warps"
             )
         if warps != self.num_warps:
-            raise ValueError(f"{name} = {rows} takes {warps} warps, num_warps={self.num_warps}")
+            raise ValueError(f"{name} = {rows} needs {warps} warps, got num_warps={self.num_warps}")
         if self.num_stages < 2:  # a buffer is released when the next one is in use
             raise ValueError(f"{self.num_stages=} must be at least 2")
 

@@ -93,7 +93,7 @@ def dequantized(name: str, array: Array, factor: Any, out: Array) -> None:
 
     ``factor`` is a number, or an array with one number for each row or for more.
     """
-    refuse_capture(name, "an array that a kernel takes as it is, or one of 16 bits or more")
+    refuse_capture(name, "an array that needs no dequantized copy")
     wide = out.dtype == np.float64
     kernel = functools.partial(_dequantizer, e4m3=array.dtype == E4M3, wide=wide)
     real = np.float64 if wide else np.float32

@@ -358,7 +358,7 @@ def refuse_misaligned(layouts: Layouts, addresses: Addresses) -> None:
         places = (addresses.get(name, 0), *own)
         if any(place % size for place in places):
             raise wrong_value(
-                name, f"elements of {size} bytes off their boundaries",
+                name, f"misaligned elements of {size} bytes",
                 "an address and strides that are multiples of the element size",
                 "copy the array's bytes into a new one",
             )  # fmt: skip

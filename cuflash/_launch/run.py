@@ -71,12 +71,12 @@ def forward(
     """Write ``out`` and, unless None, ``lse``; only the extent of keys may be 0.
 
     ``so_far`` and ``lse`` may hold a result over other keys, which is then merged: where
-    :func:`joins_results`. ``so_far`` has the dtype of lse and may be ``out`` itself. A ``config``
+    :func:`can_merge_partial`. ``so_far`` has the dtype of lse and may be ``out``. A ``config``
     also decides which kernel runs. The portable kernel does not write rows of no packed sequence,
     which are filled before. Returns the plan that was run; None if an option's array was copied.
     """
     if so_far is not None:
-        problem = changed(problem, joins=True)
+        problem = changed(problem, merges_partial=True)
     q, k, v = qkv
     problem, held = score_params.arrays_of(problem, options, q, cu_seqlens)
     addresses = _addresses(
@@ -151,7 +151,7 @@ def backward(
             n: score_sums(problem, n, gradients[n].shape, num_sms) for n in SUMMED if n in gradients
         }
         if sums or "sink" in gradients:
-            refuse_capture("wrt", "q, k and v alone: the others need memory of their own")
+            refuse_capture("wrt", "q, k and v alone: other gradients need scratch memory")
         totals = {
             sums_of(n): gradients[n] if own.is_gradient else cupy.zeros(own.shape, real)
             for n, own in sums.items()
@@ -264,27 +264,27 @@ def _first_entry(problem: Problem) -> dict[str, int]:
     return {"entry_number": problem.origin.entry} if problem.origin.entry else {}
 
 
-def joins_results(problem: Problem, qkv: Triple, options: Options) -> bool:
+def can_merge_partial(problem: Problem, qkv: Triple, options: Options) -> bool:
     """Whether the kernel of a call can merge its result with a result over other keys.
 
     Result arrays are in C order, so that any kernel can write them.
     """
     problem = changed(problem, formulas=formulas_of(options))
     aligned = not any(a.data.ptr % tensor_map.ALIGNMENT for a in qkv)
-    return _joins_results(problem, runtime.getDevice(), aligned)
+    return _can_merge_partial(problem, runtime.getDevice(), aligned)
 
 
 @functools.lru_cache(maxsize=1024)
-def _joins_results(problem: Problem, device: int, aligned: bool) -> bool:
+def _can_merge_partial(problem: Problem, device: int, aligned: bool) -> bool:
     layouts = layouts_of(problem, {"out": problem.out})
 
     def has_maps(_problem: Problem, _layouts: Mapping[str, Layout], config: KernelConfig) -> bool:
-        # Layouts of single entries: results that join are not merged by ``pack_gqa.py``.
+        # Layouts of single entries: ``pack_gqa.py`` leaves partial results as they are.
         return aligned and map_layouts_of(problem, layouts, config) is not None
 
     steps = choose(problem, hardware.of_device(device), Access(layouts, has_maps))
     (config,) = (step.config for step in steps if step.config.computes == "out")
-    return bool(config.joins_results and not getattr(config, "split_keys", False))
+    return bool(config.can_merge_partial and not getattr(config, "split_keys", False))
 
 
 def _prepared(

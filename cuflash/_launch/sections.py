@@ -25,7 +25,7 @@ def owners_per_section(
     Sections have even sizes: a small last section would end in a tail.
     """
     if config.tensor_maps and config.computes == "out":
-        limit = _owners_side_by_side(problem, config, num_blocks, own.multiprocessors)
+        limit = _owners_drawn_together(problem, config, num_blocks, own.multiprocessors)
     elif config.computes == "dqkv" or getattr(config, "window_right", False):
         limit = _most_owners(config, streamed, own)
     else:
@@ -62,7 +62,7 @@ def _most_owners(config: Any, streamed_bytes: int, own: Hardware) -> int:
     return max(cache // 2 // max(streamed_bytes, 1), sms // 4)
 
 
-def _owners_side_by_side(problem: Problem, config: Any, num_blocks: int, sms: int) -> int:
+def _owners_drawn_together(problem: Problem, config: Any, num_blocks: int, sms: int) -> int:
     """Most owners of a section of Hopper's forward, which is persistent: docs/forward-sm90.md."""
     if problem.cu_seqlens_q is not None:  # 16 tiles of each owner run at once and share keys (D13)
         return sms // 16

@@ -80,9 +80,9 @@ def _stream_number(stream: int) -> int | None:
 @functools.cache
 def _warn_once() -> None:
     warnings.warn(
-        f"all {_NUM_COUNTERS} tile counters of a device are taken, by launches that graphs have "
-        "captured and by streams: further ones have their tiles dealt out in advance, and causal "
-        "calls among them take 15 to 25 % longer",
+        f"all {_NUM_COUNTERS} tile counters of a device are in use by captured launches and by "
+        "streams: further launches assign tiles in advance, and causal calls among them take 15 to "
+        "25 % longer",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -50,7 +50,7 @@ def dtype_of(name: str, value: Any, expected: str) -> np.dtype[Any]:
 
 def shape_of(name: str, value: Any) -> tuple[int, ...]:
     """A shape of at least two axes, with fewer than 2^60 elements."""
-    expected = "a tuple of ints from 0 on, two or more"
+    expected = "a tuple of at least two ints >= 0"
     if not isinstance(value, tuple | list) or not all(map(is_integer, value)):
         raise wrong_type(name, shown(value), expected)
     shape = tuple(integer_value(name, n, expected) for n in value)
@@ -62,8 +62,8 @@ def shape_of(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _refused(name: str, value: Any, error: Exception, expected: str) -> Exception:
-    got = f"{type(value).__name__} that is no number ({type(error).__name__}: {error})"
-    return wrong_type(name, got, expected)
+    why = f"cannot be converted to a number ({type(error).__name__}: {error})"
+    return wrong_type(name, f"{type(value).__name__} that {why}", expected)
 
 
 def flag(name: str, value: Any) -> bool:
@@ -98,7 +98,7 @@ def window(name: str, value: Any) -> tuple[int | None, int | None]:
     """A pair of bounds, each None or an int >= 0."""
     expected = "a pair (left, right), each None or an int >= 0"
     if not isinstance(value, tuple | list) or len(value) != 2:
-        same = f"for both sides alike write ({shown(value)}, {shown(value)})"
+        same = f"for the same bound on both sides write ({shown(value)}, {shown(value)})"
         raise wrong_type(name, shown(value), expected, same if isinstance(value, int) else "")
     sides: list[int | None] = []
     for side in value:
@@ -106,7 +106,7 @@ def window(name: str, value: Any) -> tuple[int | None, int | None]:
             raise wrong_type(name, shown(value), expected)
         bound = None if side is None else integer_value(name, side, expected)
         if bound is not None and bound < 0:
-            raise wrong_value(name, shown(value), expected, "None is unbounded")
+            raise wrong_value(name, shown(value), expected, "None means no bound")
         sides.append(None if bound is None else min(bound, _WIDEST))
     return (sides[0], sides[1])
 

@@ -36,9 +36,9 @@ def checked_scale(name: str, scale: Array, batch: tuple[int, ...], length: int) 
         raise wrong_value(name, f"shape {shape}", expected, fix)
     rows = rows_of_blocks(length, shape[-2])
     if shape[-2] != 1 and shape[-2] != -(-length // rows):
-        got = f"{shape[-2]} blocks of {length} rows"
-        fix = f"blocks of {rows} rows are {-(-length // rows)}"
-        raise wrong_value(name, got, "as many blocks of a power of two of rows as cover them", fix)
+        got = f"{shape[-2]} blocks for {length} rows"
+        fix = f"with {rows} rows in a block, {-(-length // rows)} blocks cover them"
+        raise wrong_value(name, got, "blocks of a power of two of rows that cover them", fix)
 
 
 def factor_of_rows(scale: Any, length: int) -> Any:

@@ -49,7 +49,7 @@ def formula_arrays(options: Options, like: Array) -> dict[str, Array]:
     for i, (name, array) in enumerate(_named(options).items()):
         same_module(**{"q": like, f"arrays[{name!r}]": array})
         if array.dtype.name not in _TYPES or not array.flags.c_contiguous:
-            refuse_capture(f"arrays[{name!r}]", "a contiguous array of a type that CUDA has")
+            refuse_capture(f"arrays[{name!r}]", "a contiguous array of a dtype that CUDA has")
             dtype = array.dtype if array.dtype.name in _TYPES else np.float32
             array = array_module(array).ascontiguousarray(array.astype(dtype))
         found[f"formula_array{i}"] = array
@@ -63,7 +63,7 @@ def _named(options: Options) -> dict[str, Array]:
         for name, array in () if mod is None else mod.arrays.items():
             if named.setdefault(name, array) is not array:
                 raise wrong_value(
-                    "mask_mod", f"another array {name!r} than score_mod has",
+                    "mask_mod", f"array {name!r}, which is another one in score_mod",
                     "one array for each name",
                 )  # fmt: skip
     if len(named) > MAX_FORMULA_ARRAYS:

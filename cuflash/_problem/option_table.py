@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from cuflash._errors import wrong_type
-from cuflash._problem import capped, checks, philox
+from cuflash._problem import checks, philox
 from cuflash._problem.score_mod import MaskMod, ScoreMod
+from cuflash._problem.softcap_polynomial import NEAR_PARAMS, cap
 
 #: What an option acts on, in the order in which configurations and keys of tiles name options.
 Stage = Literal[
@@ -89,9 +90,9 @@ OPTIONS = (
     Option(
         "softcap", checks.positive, "cap", number=_as_it_is, compiled="flag", pressure=1,
         params={
-            "softcap": (np.float32, capped.cap, ""),
-            "inverse_softcap": (np.float32, lambda p: p.scale / capped.cap(p), "scale / softcap"),
-            **capped.PARAMS,
+            "softcap": (np.float32, cap, ""),
+            "inverse_softcap": (np.float32, lambda p: p.scale / cap(p), "scale / softcap"),
+            **NEAR_PARAMS,
         },
     ),
     Option("score_mod", _formula(ScoreMod), "formula", in_problem=False),
@@ -101,9 +102,11 @@ OPTIONS = (
         params={
             "dropout_threshold": (
                 np.uint32, lambda p: philox.threshold(p.dropout),
-                "weights whose 16 bits are below are dropped",
+                "weights with 16 random bits below it are dropped",
             ),
-            "kept_scale": (np.float32, lambda p: philox.kept_scale(p.dropout), "of the others"),
+            "kept_scale": (
+                np.float32, lambda p: philox.kept_scale(p.dropout), "factor of kept weights",
+            ),
         },
     ),
     Option("seed", checks.seed, "weight", in_problem=False),

@@ -12,7 +12,7 @@ import numpy as np
 
 from cuflash._arrays import Array, deeply_copied
 from cuflash._errors import shown, wrong_type, wrong_value
-from cuflash._problem.habits import unknown_keyword
+from cuflash._problem.foreign_keywords import unknown_keyword
 from cuflash._problem.option_table import FIELDS, OPTIONS
 from cuflash._problem.score_mod import MaskMod, ScoreMod
 
@@ -25,7 +25,7 @@ def signature(array: Array | None) -> Signature | None:
     return None if array is None else (array.shape, array.strides, array.dtype)
 
 
-def _answering(cls: type[T]) -> type[T]:
+def _explain_unknown_keywords(cls: type[T]) -> type[T]:
     """Let the constructor of options say what to write instead of an unknown keyword."""
     build = cls.__init__
 
@@ -40,7 +40,7 @@ def _answering(cls: type[T]) -> type[T]:
     return cls
 
 
-@_answering
+@_explain_unknown_keywords
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Options:
     """Score options of one attention call, forward and backward.
@@ -155,12 +155,12 @@ class Options:
             plain[option.name] = value if option.in_problem and not own else None
         if isinstance(self.causal, str) and self.offset is not None:
             got = f"offset={shown(self.offset)} with causal={self.causal!r}"
-            expected = "an alignment word or an offset, not both"
+            expected = "an alignment in causal= or an offset, not both"
             raise wrong_value("offset", got, expected, "write causal=True with offset=")
         if self.dropout > 0 and self.seed is None:
             raise wrong_value(
                 "seed", f"dropout={self.dropout} without seed", "an int from 0 to 2^64 - 1",
-                "the same seed in forward and backward drops the same scores",
+                "pass the same seed to forward and backward",
             )  # fmt: skip
         layouts = tuple((name, signature(array)) for name, array in arrays.items())
         set_("signature", OptionLayout._make((*plain.values(), layouts)))
@@ -270,7 +270,7 @@ def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
             raise unknown_keyword(name, OPTION_NAMES)
     if keywords:
         got, fix = f"options= together with {', '.join(keywords)}", "put them all into Options(...)"
-        raise wrong_type("options", got, "score options in one place", fix)
+        raise wrong_type("options", got, "either options= or keywords", fix)
     return options
 
 
@@ -294,7 +294,9 @@ def gradient_names(wrt: Any, options: Options) -> tuple[str, ...]:
         if not isinstance(name, str) or name not in FIELDS:
             raise wrong_value("wrt", shown(wrt), expected)
         if name not in ("q", "k", "v", "scale") and name not in options.arrays:
-            raise wrong_value("wrt", shown(wrt), f"inputs of the call; {name} is not one")
+            raise wrong_value(
+                "wrt", shown(wrt), f"names of inputs of the call, which has no {name}"
+            )
     return tuple(name for name in FIELDS if name in wrt)
 
 

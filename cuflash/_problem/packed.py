@@ -71,7 +71,9 @@ def _operand(whole: Problem, sequences: int, name: str, layout: Any) -> Operand:
     if not 0 <= split <= len(full) or not broadcastable(shape[:split], full):
         axes = ", ".join((str(sequences), *("1" for _ in full[1:]), *core))
         example = f"({axes}{',' * (len(full) + len(core) == 1)})"
-        expected = f"{sequences} or 1 sequences first, and then the batch: for example {example}"
+        expected = (
+            f"{sequences} or 1 sequences on axis 0, then the batch axes: for example {example}"
+        )
         raise wrong_value(name, f"shape {shape}", expected)
     totals = {"m": whole.seqlen_q, "n": whole.seqlen_k}
     own = zip(core, shape[split:], strict=True)

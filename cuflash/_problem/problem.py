@@ -85,7 +85,7 @@ class Problem(_OfOptions):  # type: ignore[misc]
     cu_seqlens_k: Operand | None = None
     formulas: Formulas | None = None  # for kernels only
     origin: Origin = WHOLE  # place of a part in its call, for dropout and formulas
-    joins: bool = False  # is the result joined with a result over other keys?
+    merges_partial: bool = False  # is the result merged with a result over other keys?
     pages: Pages | None = None  # if rows of k and v are in pages
     num_queries: int | None = None  # PackGQA with bounds: queries of each head in rows
 
@@ -167,7 +167,7 @@ def _describe(
     if d_k != head_dim:
         raise wrong_value(
             "k", f"head_dim {d_k} in shape {k[0]}", f"head_dim {head_dim} as in q of shape {q[0]}",
-            "the last axis is the feature axis; axes= serves other layouts",
+            "the last axis is the feature axis; axes= supports other layouts",
         )  # fmt: skip
     if n_v != seqlen_k:
         expected = f"{seqlen_k} values, one for each key of k of shape {k[0]}"
@@ -305,9 +305,9 @@ def _batch_shape(
     for name, shape in own.items():
         if len(shape) > most:
             got = f"{len(shape)} batch axes"
-            raise wrong_value(name, got, f"at most {most}", "reshape some into one")
+            raise wrong_value(name, got, f"at most {most}", "merge some of them with reshape")
         if enable_gqa and not shape:
-            raise wrong_value(name, "no heads axis", "a heads axis with enable_gqa")
+            raise wrong_value(name, "no heads axis", "a heads axis, since enable_gqa is True")
     if enable_gqa:
         heads_q, heads_k, heads_v = (shape[-1] for shape in own.values())
         if heads_k != heads_v:

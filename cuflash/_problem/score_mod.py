@@ -47,7 +47,7 @@ class _Modifier:
         _require_text("expression", self.expression)
         _require_callable("host", self.host)
         if not isinstance(self.arrays, Mapping):
-            raise wrong_type("arrays", type(self.arrays).__name__, "names and arrays")
+            raise wrong_type("arrays", type(self.arrays).__name__, "a mapping of names to arrays")
         checked = {}
         for name, array in self.arrays.items():
             usable = isinstance(name, str) and _IDENTIFIER.fullmatch(name) is not None
@@ -55,8 +55,8 @@ class _Modifier:
                 raise wrong_value(
                     "arrays",
                     f"the name {shown(name)}",
-                    f"an identifier other than {', '.join(_RESERVED)}, words of Python "
-                    "and C++, and what these reserve",
+                    f"an identifier other than {', '.join(_RESERVED)}, and no reserved word of "
+                    "Python or C++",
                 )
             checked[name] = native(f"arrays[{name!r}]", array)
         object.__setattr__(self, "arrays", MappingProxyType(checked))
@@ -156,14 +156,16 @@ class ScoreMod(_Modifier):
             i = int(np.argmax(undefined))
             raise wrong_value(
                 "host", f"{value[i]} at score {score[i]:.6g}", "a number or -inf",
-                "low and high say where the formula has values",
+                "pass low= and high= between which the formula is defined",
             )  # fmt: skip
         # Near a hidden key there is no slope; there, 0 times host_grad has to be 0.
         right = np.where(np.isfinite(slope), right, np.isfinite(given))
         if not right.all():
             error = np.where(right, -1, np.nan_to_num(np.abs(given - slope), nan=np.inf))
             i = int(np.argmax(error))
-            known = f"{slope[i]:.6g}, the slope of host" if np.isfinite(slope[i]) else "any number"
+            known = (
+                f"{slope[i]:.6g}, the slope of host" if np.isfinite(slope[i]) else "a finite number"
+            )
             raise wrong_value("host_grad", f"{given[i]:.6g} at score {score[i]:.6g}", known)
 
 
@@ -223,7 +225,7 @@ def result_of(
     except ValueError:
         raise wrong_value(
             name, f"an array of shape {array.shape}",
-            f"one that broadcasts to {shape}, entry by entry",
+            f"an array that broadcasts to {shape}",
         ) from None  # fmt: skip
 
 
@@ -236,12 +238,12 @@ def _require_text(name: str, value: Any) -> None:
     if any(wrong in spliced for wrong in ("#", "%:", "??=", "\0")):
         raise wrong_value(
             name, shown(value),
-            "an expression, without #include or another line for the preprocessor",
+            "an expression without preprocessor directives such as #include",
         )  # fmt: skip
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise wrong_value(name, shown(value), "an expression in Unicode") from None
+        raise wrong_value(name, shown(value), "an expression that UTF-8 can encode") from None
 
 
 def _require_callable(name: str, value: Any) -> None:

@@ -19,7 +19,7 @@ from cuflash._kernels.backward_delta import DeltaConfig
 from cuflash._kernels.backward_dscore_sm80 import BackwardScoreConfig
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.forward_combine import CombineConfig
-from cuflash._kernels.registry import that_compute
+from cuflash._kernels.registry import kernels_for
 from cuflash._kernels.request import Request, needs_simt
 from cuflash._kernels.segment_bounds import SegmentBoundsConfig
 from cuflash._problem.float8 import E4M3
@@ -121,7 +121,7 @@ def choose(
 
 def _forward(call: _Call, override: KernelConfig | None) -> list[LaunchStep]:
     config: Any
-    (config,) = _chosen("out", call, override)
+    (config,) = _passes_of("out", call, override)
     if not getattr(config, "split_keys", False):
         return [LaunchStep(config)]
     problem = call.request.problem
@@ -156,9 +156,9 @@ def _backward(
         steps += _in_one_pass(fused, request)
     else:
         if request.keys:
-            steps += map(LaunchStep, _chosen("dkv", call, override.kv))
+            steps += map(LaunchStep, _passes_of("dkv", call, override.kv))
         if "q" in names:
-            steps += map(LaunchStep, _chosen("dq", call, override.q))
+            steps += map(LaunchStep, _passes_of("dq", call, override.q))
     for name, own in sums.items():
         config = BackwardScoreConfig.of(request, name, own.sums_to, own.dtype)
         steps.append(LaunchStep(config, name, own))
@@ -185,36 +185,38 @@ def _fused(call: _Call, names: frozenset[str], override: BackwardConfigs) -> Ker
     if not asked and (override.q or override.kv):
         return None
     if names >= _ALL:
-        found = _first("dqkv", call, override.qkv)
+        found = _first_passes("dqkv", call, override.qkv)
         if found and (asked or fused_backward.wins(call.request, found[0])):
             return found[0]
     if asked:
-        raise unservable(override.qkv, call.request.problem, call.hardware)
+        raise unusable_config(override.qkv, call.request.problem, call.hardware)
     return None
 
 
-def _chosen(result: str, call: _Call, override: KernelConfig | None) -> tuple[KernelConfig, ...]:
-    found = _first(result, call, override)
+def _passes_of(result: str, call: _Call, override: KernelConfig | None) -> tuple[KernelConfig, ...]:
+    found = _first_passes(result, call, override)
     if not found and override is None:
-        raise NoKernel(f"{call.request.problem.dtype} on {call.hardware.name}")
+        raise NoKernel(f"no kernel for {call.request.problem.dtype} on {call.hardware.name}")
     if not found:
-        raise unservable(override, call.request.problem, call.hardware)
+        raise unusable_config(override, call.request.problem, call.hardware)
     return found
 
 
-def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[KernelConfig, ...]:
+def _first_passes(
+    result: str, call: _Call, override: KernelConfig | None
+) -> tuple[KernelConfig, ...]:
     """The passes of the first kernel that can compute a result; empty if no kernel can."""
     request, hardware, access, only = call
-    joins = request.problem.joins
+    merges = request.problem.merges_partial
     few = split_keys.has_tiles_of_few_rows(request)
     splits = result == "out" and override is None and (few or split_keys.wanted(request))
-    for kernel in that_compute(result):
+    for kernel in kernels_for(result):
         asked = override is None or kernel.kernel == override.kernel
         if not asked or (only is not None and kernel.kernel not in only):
             continue
         if kernel.float8 != (request.problem.dtype == E4M3):
             continue
-        if joins and not kernel.joins_results:
+        if merges and not kernel.can_merge_partial:
             continue
         if splits and not split_keys.suits(kernel, request):
             continue
@@ -235,10 +237,10 @@ def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ker
     return ()
 
 
-def unservable(config: KernelConfig | None, problem: Problem, hardware: Hardware) -> Exception:
+def unusable_config(config: KernelConfig | None, problem: Problem, hardware: Hardware) -> Exception:
     """The error of a caller's ``config`` that cannot serve the call."""
     got = config.__class__.__name__
-    fix = "leave it out, and the kernel that serves is chosen"
+    fix = "without config= the library chooses a kernel"
     if config is not None and config.for_sm90 and not hardware.hopper:
         return problem_with(
             "config", ValueError, got=f"{got} on {hardware.name} ({hardware.arch})",
@@ -249,7 +251,7 @@ def unservable(config: KernelConfig | None, problem: Problem, hardware: Hardware
         reason = why_portable(problem, hardware, config.computes)
     return problem_with(
         "config", ValueError, got=got + (f" where {reason}" if reason else ""),
-        expected="head sizes, options, strides and alignments that it can serve", fix=fix,
+        expected="head sizes, options, strides and alignments that it supports", fix=fix,
     )  # fmt: skip
 
 
@@ -257,7 +259,7 @@ def why_portable(problem: Problem, hardware: Hardware, result: str = "out") -> s
     """Why no Hopper kernel of a result serves a problem in C order; empty where one does."""
     request = request_of(problem, hardware, 16)
     for_float32 = problem.dtype == np.float32
-    reasons = [kernel.eligible(request) for kernel in that_compute(result) if kernel.for_sm90]
+    reasons = [kernel.eligible(request) for kernel in kernels_for(result) if kernel.for_sm90]
     if hardware.arch == "sm_90" and problem.dtype in HALVES and not rows_fit_tensor_maps(problem):
         return "rows of q, k or v are not multiples of 16 bytes"
     if not all(reasons):

@@ -144,14 +144,15 @@ def read(path: Path) -> list[Row]:
     if is_sweep(path):
         raise problem_with(
             str(path), ValueError, got="a sweep", expected=expected,
-            fix=f"unset {VARIABLE}; then cuflash.tuning.save(cuflash.tuning.load({str(path)!r}), "
-            f"'tiles.json') makes one of it, and python -m cuflash tune --file {path} --save, with "
-            f"the sweep's other arguments, keeps its best for {VARIABLE}=user",
+            fix=f"unset {VARIABLE}; then write a file of tiles by cuflash.tuning.save("
+            f"cuflash.tuning.load({str(path)!r}), 'tiles.json'), or save the best tile for "
+            f"{VARIABLE}=user by python -m cuflash tune --file {path} --save, with the sweep's "
+            "other arguments",
         )  # fmt: skip
     try:
         content = parse(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        got = f"no JSON ({error})"
+        got = f"invalid JSON ({error})"
         raise problem_with(str(path), ValueError, got=got, expected=expected) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise problem_with(str(path), ValueError, got="another format", expected=expected)
@@ -220,7 +221,7 @@ def in_use() -> Mapping[Key, Row]:
         path = user_file() if named == "user" else Path(named)
         if named not in ("", "user") and not path.is_file():
             raise problem_with(
-                VARIABLE, FileNotFoundError, got=f"{named}, which is no file",
+                VARIABLE, FileNotFoundError, got=f"{named}, which is not a file",
                 expected='a file of tiles, or "user" for this user\'s table',
             )  # fmt: skip
         rows = read(path) if named and (named != "user" or path.exists()) else []
@@ -266,7 +267,7 @@ def applied(
         found = with_values(chosen, dict(row.values))
         if found.smem_bytes > smem_limit:
             raise ValueError(
-                f"{found.smem_bytes} bytes of shared memory, a block of threads has {smem_limit}"
+                f"{found.smem_bytes} bytes of shared memory, a thread block has {smem_limit}"
             )
         return found
     except ValueError as error:

@@ -27,7 +27,7 @@ def of_forward(config: Any) -> KernelConfig | None:
     """The tile of a forward, or None; a TypeError for anything else."""
     if config is None or _result_of(config) == "out":
         return config  # type: ignore[no-any-return]
-    raise _refusal("config", config, "a configuration of a forward kernel, as ForwardConfig")
+    raise _refusal("config", config, "a configuration of a forward kernel, such as ForwardConfig")
 
 
 def of_backward(config: Any) -> BackwardConfigs | None:
@@ -38,8 +38,8 @@ def of_backward(config: Any) -> BackwardConfigs | None:
         return BackwardConfigs(**{_field_of(config): config})
     if not _has_several(config):
         raise _refusal(
-            "config", config, "a configuration of a gradient's kernel, as BackwardQConfig, or a "
-            "cuflash.tuning.BackwardConfigs",
+            "config", config, "a configuration of a gradient's kernel, such as BackwardQConfig, or "
+            "a cuflash.tuning.BackwardConfigs",
         )  # fmt: skip
     for field, own in config._asdict().items():
         if own is not None and _field_of(own) != field:
@@ -64,11 +64,11 @@ def _has_several(config: Any) -> bool:
 
 
 def _refusal(argument: str, config: Any, expected: str) -> Exception:
-    fix = "the config of a candidate of cuflash.tuning.space is one"
+    fix = "take the config of a candidate of cuflash.tuning.space"
     if _result_of(config) == "out":
-        fix = "attention takes it"
+        fix = "pass it to attention"
     elif _field_of(config) or _has_several(config):
-        fix = "attention_backward takes it"
+        fix = "pass it to attention_backward"
     got = config.__class__.__name__
     return problem_with(argument, TypeError, got=got, expected=expected, fix=fix)
 

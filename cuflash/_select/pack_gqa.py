@@ -43,7 +43,7 @@ def _with_equal_rows(problem: Problem) -> Problem | None:
     differs = (problem.formulas, problem.q_lengths, problem.cu_seqlens_q)
     whole = problem.q_length_value in (None, problem.seqlen_q)
     of_pairs = present(problem, "add", "see", "weight")
-    if not whole or of_pairs or problem.joins or any(x is not None for x in differs):
+    if not whole or of_pairs or problem.merges_partial or any(x is not None for x in differs):
         return None
     if problem.window_left is None and problem.window_right is None:
         return problem

@@ -94,7 +94,7 @@ class Devices(Communicator):
 
 def devices_of(devices: Any) -> tuple[int, ...]:
     """Numbers of GPUs, each once."""
-    expected = "a list of different numbers of GPUs"
+    expected = "a list of distinct GPU numbers"
     if not isinstance(devices, list | tuple | range):
         raise wrong_type("devices", shown(devices), expected)
     numbers = tuple(devices)

@@ -105,7 +105,7 @@ def held_rows(name: str, rows: Sequence[int], layout: str) -> tuple[Chunks, ...]
             raise wrong_value(
                 name, f"{got} rows on rank {rank}",
                 f"{rows_of(own)}, its part of {sum(rows)} rows in the {layout} layout",
-                "cuflash.distributed.shard cuts like this",
+                "cuflash.distributed.shard divides a sequence in this way",
             )  # fmt: skip
     return held
 

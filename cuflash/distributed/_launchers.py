@@ -12,7 +12,7 @@ from typing import Any
 from cuflash._arrays import imported_cupy
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import finite
-from cuflash._problem.habits import answering_words
+from cuflash._problem.foreign_keywords import explain_unknown_keywords
 from cuflash.distributed._communicator import Communicator
 from cuflash.distributed._copies import Peers, are_peers
 from cuflash.distributed._gpus import devices_of
@@ -28,7 +28,7 @@ _LEAST_SECRET = 8
 _LONGEST = 1e6  # seconds; a socket knows no more than 24 days
 
 
-@answering_words
+@explain_unknown_keywords
 def connect(
     rank: int,
     size: int,
@@ -224,7 +224,9 @@ def from_devices(devices: Any, /, *, transport: str = "auto") -> Communicator:
     peers = transport != "nccl" and are_peers(numbers)
     if transport == "copy" and not peers:
         wrong = f"GPUs {shown(list(numbers))}, of which some cannot reach another's memory"
-        raise wrong_value("devices", wrong, 'peers for transport="copy"', 'use transport="nccl"')
+        raise wrong_value(
+            "devices", wrong, 'GPUs that can, for transport="copy"', 'use transport="nccl"'
+        )
     if peers:
         return Peers(numbers)
     _require_nccl()
@@ -266,7 +268,7 @@ def _number(found: Mapping[str, str], name: str, default: int = 0) -> int:
     try:
         return int(text)
     except (TypeError, ValueError):
-        raise wrong_value(name, shown(text), "a number, as a launcher sets it") from None
+        raise wrong_value(name, shown(text), "an int, as launchers set it") from None
 
 
 def _beside_torchrun(found: Mapping[str, str]) -> str:
@@ -338,7 +340,7 @@ def _secret(secret: Any) -> bytes:
     found = os.environ.get(SECRET) if secret is None else secret
     fix = f"export {SECRET}=$(openssl rand -hex 16) before all ranks start"
     if found is None:
-        raise wrong_value("secret", "none", "what all ranks know and nobody else", fix)
+        raise wrong_value("secret", "none", "a secret that only the ranks know", fix)
     if not isinstance(found, str | bytes):
         raise wrong_type("secret", type(found).__name__, "a str or bytes", fix)
     if len(found) < _LEAST_SECRET:

@@ -107,7 +107,7 @@ def within(chunk: Chunk, holder: Chunks) -> slice:
 
 def counted(name: str, value: Any, least: int, most: int = _MOST) -> int:
     """An int from ``least`` to ``most``."""
-    expected = "a positive int" if least else "an int from 0 on"
+    expected = "a positive int" if least else "an int >= 0"
     if not is_integer(value):
         raise wrong_type(name, shown(value), expected)
     number = integer_value(name, value, expected)

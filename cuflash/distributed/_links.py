@@ -85,11 +85,9 @@ class _Meeting:
                 link, found = self._accepted(listener)
                 other, problem = found.get("rank"), ""
                 if found.get("size") != size:
-                    problem = (
-                        f"rank {other} was told of {found.get('size')} ranks, rank 0 of {size}"
-                    )
+                    problem = f"rank {other} got size {found.get('size')}, rank 0 got size {size}"
                 elif not isinstance(other, int) or not 0 < other < size or other in self.links:
-                    problem = f"rank {other} is there twice, or is none of {size} ranks"
+                    problem = f"rank {other} connected twice, or is none of {size} ranks"
                 if problem or other is None:
                     for known in (link, *self.links.values()):
                         _tell(known, {"error": problem})
@@ -110,7 +108,7 @@ class _Meeting:
             try:
                 found = _told(first)
             except OSError as error:
-                text = f"rank {self._rank} waited for other ranks, which did not all come"
+                text = f"rank {self._rank} waited, but not all other ranks connected"
                 raise CommunicationError(text) from error
             if "error" in found:
                 raise CommunicationError(found["error"])
@@ -144,7 +142,7 @@ class _Meeting:
                 link.close()
         low = self._rank + 1  # ranks above this one come to it
         missing = [rank for rank in range(low, self._size) if rank not in self.links]
-        text = f"ranks that did not come in time: {', '.join(map(str, missing))}"
+        text = f"ranks that did not connect in time: {', '.join(map(str, missing))}"
         if self._refused:
             text += f"; {len(self._refused)} connections were refused ({self._refused[-1]})"
         raise CommunicationError(text, missing[0])
@@ -172,7 +170,7 @@ class _Meeting:
             raise CommunicationError(text, other) from error
         except OSError as error:
             link.close()
-            text = f"rank {other} refused the connection: its secret is another one"
+            text = f"rank {other} refused the connection: its secret differs"
             raise WrongSecretError(text, other) from error
         except CommunicationError:
             link.close()
@@ -192,7 +190,7 @@ def _listening(address: tuple[str, int], backlog: int) -> Any:
             listener.bind(address)
             listener.listen(backlog)
         except OSError as error:
-            text = f"nobody can listen at {address[0]}:{address[1]} ({error.strerror or error})"
+            text = f"cannot listen at {address[0]}:{address[1]} ({error.strerror or error})"
             raise CommunicationError(text) from error
         yield listener
 
@@ -219,8 +217,8 @@ def _told(link: socket.socket) -> dict[str, Any]:
     """A small message."""
     (length,) = _HELLO.unpack(_exactly(link, _HELLO.size))
     if length > _MOST:
-        raise ValueError(f"a message of {length} bytes")
+        raise ValueError(f"a message of {length} bytes, more than {_MOST}")
     found = json.loads(_exactly(link, length))
     if not isinstance(found, dict):
-        raise ValueError("a message that is no table")
+        raise ValueError("a message that is no JSON object")
     return found

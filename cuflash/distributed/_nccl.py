@@ -194,7 +194,7 @@ def _refuse_shared_gpus(control: Processes, device: int) -> None:
     for rank, other in enumerate(told):
         first = told.index(other)
         if first != rank:
-            raise CommunicationError(f"ranks {first} and {rank} have one GPU, {other}", rank)
+            raise CommunicationError(f"ranks {first} and {rank} share GPU {other}", rank)
 
 
 def _initialised(size: int, identity: bytes, rank: int, device: int, timeout: float) -> Any:
@@ -212,8 +212,8 @@ def _initialised(size: int, identity: bytes, rank: int, device: int, timeout: fl
     thread.start()
     thread.join(timeout)
     if not found:
-        raise CommunicationError(f"NCCL did not begin within {timeout:g} s on rank {rank}", rank)
+        raise CommunicationError(f"NCCL did not start within {timeout:g} s on rank {rank}", rank)
     if isinstance(found[0], Exception):
-        text = f"NCCL did not begin on rank {rank}: {found[0]}"
+        text = f"NCCL did not start on rank {rank}: {found[0]}"
         raise CommunicationError(text, rank) from found[0]
     return found[0]

@@ -154,7 +154,7 @@ class Parts:
             return False
         options, qkv = self._options_of(block), _of_block(block, *qkv)
         problem = describe(*qkv, options, precision=self.precision, out=so_far)
-        return bool(launch().joins_results(problem, qkv, options))
+        return bool(launch().can_merge_partial(problem, qkv, options))
 
     def backward(
         self,

@@ -81,7 +81,7 @@ class Processes(Communicator):
         """Raise a TypeError for CuPy arrays."""
         if is_cupy(array):
             raise wrong_type(
-                name, "a CuPy array", "NumPy arrays over a communicator of the host",
+                name, "a CuPy array", 'NumPy arrays with transport="host"',
                 'connect with transport="nccl" for CuPy arrays',
             )  # fmt: skip
 
@@ -229,7 +229,7 @@ class Processes(Communicator):
             what = f"rank {self.rank} waited {self.op_timeout:g} s for rank {other}"
             self.blame(other, what)
         self.check()
-        raise CommunicationError(f"rank {other} sent nothing", other)
+        raise CommunicationError(f"rank {other} sent no message", other)
 
     def _read(self, other: int) -> None:
         link = self._links[other]
@@ -285,6 +285,6 @@ class Processes(Communicator):
             now = time.monotonic()
             for other in here:
                 if now - self._seen[other] > self._liveness:
-                    text = f"rank {other} gave no sign of life for {self._liveness:g} s"
+                    text = f"rank {other} sent no heartbeat for {self._liveness:g} s"
                     self.fail(other, text)
                 self._tell(other, _LIFE, self.progress, b"")

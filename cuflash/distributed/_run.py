@@ -134,7 +134,7 @@ def run(
         chosen_options = _own_options(comm, rank, options, keywords)
         if float8.among(chosen_options, *own.values()):
             raise not_yet(
-                "q, k, v of 8 bits on several ranks", "a later one", "multiply by scales first"
+                "8-bit q, k, v on several ranks", "a later version", "dequantize them first"
             )
         if saved is None:
             return Call(asked, given, (q, k, v), chosen_options, None, ())

@@ -61,7 +61,7 @@ class Simulated(Communicator):
                 array[...] = copy
         for (rank, other), left in mail.items():
             if left:
-                text = f"rank {rank} sends rank {other} what that does not expect"
+                text = f"rank {rank} sends rank {other} an array that is not received"
                 raise CommunicationError(text, rank)
 
 

@@ -60,7 +60,7 @@ class Extents:
             return ""
         heads, heads_kv = self.heads, self.heads_kv
         if self.by_pair:
-            return f"{' and '.join(self.by_pair)} of the local rows, but heads of all rows"
+            return f"{' and '.join(self.by_pair)} of local rows, since heads need all rows"
         if len(self.q) < 2 or self.q[-2] != heads or heads % across:
             return f"{heads} query heads, which {across} ranks cannot share evenly"
         same = all((a[-2] if len(a) > 1 else 1) == heads_kv for a in (self.k, self.v))
@@ -177,7 +177,7 @@ def candidates(extents: Extents, size: int, per_host: int | None = None) -> list
     if inner:
         found.append(_two_level("usp", extents, size, inner))
     else:
-        text = f"{size} ranks, which are no groups of groups"
+        text = f"{size} ranks, which cannot form equal groups"
         found.append(Candidate("usp", 0, text))
     return found
 
@@ -198,18 +198,18 @@ def chosen(
         if asked.refusal:
             others = " and ".join(repr(c.method) for c in able)
             raise NotImplementedError(
-                f"method: {method!r} cannot serve {asked.refusal}; {others} can, and 'auto' chooses"
+                f"method: {method!r} does not support {asked.refusal}; use {others} or 'auto'"
             )
         return asked, "as asked for"
     if per_host is not None:
         within = [c for c in able if c.method == "usp" and c.across == per_host]
         rings = [c for c in able if c.method == "ring"]
         own = (within or rings)[0]
-        return own, "several hosts: heads stay within a host, or else keys go round"
+        return own, "several hosts: heads are exchanged within a host, or keys go round all ranks"
     able = [c for c in able if c.method != "usp"]
     enough = [c for c in able if memory is None or c.backward.taken <= memory]
     if not enough:
-        return min(able, key=lambda c: c.backward.taken), "the least memory, though more is taken"
+        return min(able, key=lambda c: c.backward.taken), "no method fits: it takes least memory"
     return (
         min(enough, key=lambda c: (c.sent, c.method != "ring")),
         "the fewest bytes of the methods that fit into memory",
@@ -233,7 +233,7 @@ def table(found: Sequence[Candidate], size: int, tokens: int) -> list[str]:
     lines.append(f"{'method':12}" + f"{'forward':>14}{'gradient':>12}" * 3)
     for c in found:
         if c.refusal:
-            lines.append(f"{c.method:12}  cannot serve {c.refusal}")
+            lines.append(f"{c.method:12}  does not support {c.refusal}")
             continue
         costs = c.forward, c.backward
         columns = (

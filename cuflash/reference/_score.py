@@ -114,7 +114,7 @@ def operands(
         if not isinstance(native(name, array), np.ndarray):
             raise wrong_type(
                 name, "a CuPy array", "a NumPy array",
-                "write cupy.asnumpy: the reference runs on the host",
+                f"write cupy.asnumpy({name}): the reference runs on the host",
             )  # fmt: skip
         arrays[name] = dequantized(array, getattr(options, f"{name}_scale"), pair, dtype)
     q, k, v = arrays.values()

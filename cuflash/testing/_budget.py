@@ -264,7 +264,7 @@ class Budget(Bounds):
         hidden = np.isneginf(exact)
         if np.any(np.isneginf(actual) != hidden):
             where = np.argwhere(np.isneginf(actual) != hidden)[0]
-            raise BudgetError(f"R5: lse is -inf or not, wrongly, at {tuple(where)}\n{self.call!r}")
+            raise BudgetError(f"R5: lse is wrongly -inf or not at {tuple(where)}\n{self.call!r}")
         finite = np.isfinite(exact)
         self._check_finite("lse", actual, finite)
         keys = self.call.k.shape[-2]

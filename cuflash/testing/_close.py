@@ -118,7 +118,7 @@ def assert_attention_close(
         given = dict(zip(QKV, plain[:3], strict=True))
         keywords = _keywords(plain.options)
     if absent := [name for name in wrt if name not in (*QKV, *keywords, "scale")]:
-        got = f"a gradient of {absent[0]}, which the call has not"
+        got = f"a gradient of {absent[0]}, which the call does not have"
         raise wrong_value("gradients", got, "gradients of its inputs")
     problem = describe(
         given["q"], given["k"], given["v"], Options(**keywords), axes=axes, precision=precision

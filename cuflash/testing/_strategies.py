@@ -242,9 +242,9 @@ def _known(argument: str, names: Collection[str], known: Collection[str]) -> tup
 def _several(argument: str, values: Any) -> Sequence[Any]:
     """At least one value to draw from."""
     if not isinstance(values, tuple | list | range):
-        raise wrong_type(argument, shown(values), "a tuple of what is drawn")
+        raise wrong_type(argument, shown(values), "a tuple of values to draw from")
     if not values:
-        raise wrong_value(argument, shown(values), "at least one, of which one is drawn")
+        raise wrong_value(argument, shown(values), "at least one value to draw from")
     return values
 
 

@@ -98,9 +98,9 @@ def complaint(
         unit = float(about.eps) * max(float(largest), float(about.smallest_normal))
         factor = 1.25 if name in ("out", "lse") else 1.5
         if not mine.largest <= 2 * theirs.largest + unit:
-            return f"{name}: error {mine.largest:.3g}, {theirs.largest:.3g} as shipped"
+            return f"{name}: error {mine.largest:.3g}, the shipped one has {theirs.largest:.3g}"
         if not mine.rms <= factor * theirs.rms + slack * float(largest):
-            return f"{name}: rms error {mine.rms:.3g}, {theirs.rms:.3g} as shipped"
+            return f"{name}: rms error {mine.rms:.3g}, the shipped one has {theirs.rms:.3g}"
     return ""
 
 

@@ -94,12 +94,12 @@ class Sweep:
         left_out = self.finals[-1].get("left_out", {}) if self.finals else {}
         timed = {row["key"]: row for row in self.timed if row["key"] not in left_out}
         if not timed:
-            got = "none of them right in the final" if left_out else "none of them timed"
+            got = "none of them correct in the final" if left_out else "none of them timed"
             of_one = [f"{key}: {reason}" for key, reason in left_out.items()]
             of_one += [f"{r['key']}: {r['status']}, {r.get('reason', '')}" for r in self.rows]
             raise problem_with(
                 "sweep", ValueError, got=f"{len(self.rows)} rows, {got}",
-                expected="at least one configuration that runs and is right",
+                expected="at least one configuration that runs and is correct",
                 fix=next(iter(of_one), ""),
             )  # fmt: skip
         ms = {key: ms for key, ms in self._final_ms().items() if key in timed}
@@ -153,7 +153,7 @@ def _parsed(number: int, line: str) -> Any:
     try:
         return parse(line)
     except ValueError:
-        raise ValueError(f"line {number}: no JSON") from None
+        raise ValueError(f"line {number}: invalid JSON") from None
 
 
 def checked(given: Iterable[Any], each: str) -> Sweep:
@@ -283,7 +283,7 @@ class SweepFile:
                 if old != new:
                     raise problem_with(
                         str(self.path), ValueError, got=f"a sweep with {name} {short(old)}",
-                        expected=f"{name} {short(new)}, to go on with it", fix="name another file",
+                        expected=f"{name} {short(new)}, to continue it", fix="pass another file",
                     )  # fmt: skip
             whole = self.path.read_bytes().rfind(b"\n") + 1
             os.truncate(self.path, whole)  # without a line that an interruption cut off

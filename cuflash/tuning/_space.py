@@ -183,7 +183,7 @@ def space(
         nearest = max(candidates, key=lambda c: sum(map(operator.eq, c.values, own)), default=None)
         raise problem_with(
             "parameters", ValueError, got=f"{len(candidates)} combinations, none of them legal",
-            expected="at least one that is",
+            expected="at least one legal combination",
             fix=f"{nearest.key}: {nearest.refusal}" if nearest else "",
         )  # fmt: skip
     for index, name in enumerate(tried):
@@ -203,7 +203,7 @@ def default_configs(
     if workload.seqlens:
         got = f"{len(workload.seqlens)} packed sequences"
         raise wrong_value(
-            "seqlens", got, "none: tiles are timed on a batch, and packed sequences take its rows"
+            "seqlens", got, "none: tiles are timed on a batch, and packed sequences use them"
         )
     problem = workload.problem()
     if kernel is None:
@@ -223,7 +223,7 @@ def default_configs(
     serving = dict.fromkeys(name for name in chosen if name in KERNELS)
     got = f"{kernel} on {hardware.name} ({hardware.arch})"
     raise wrong_value(
-        "kernel", got, f"a kernel that serves this problem there: {', '.join(serving)}"
+        "kernel", got, f"a kernel that supports this problem on it: {', '.join(serving)}"
     )
 
 
@@ -264,19 +264,21 @@ def _too_large(config: KernelConfig, hardware: Hardware) -> str:
     """Why a device cannot hold it; empty where it can."""
     limits, blocks = hardware.limits, config.blocks_per_sm
     if config.smem_bytes > limits.block_smem:
-        return f"{_kib(config.smem_bytes)} of shared memory, {_kib(limits.block_smem)} are there"
+        return f"{_kib(config.smem_bytes)} of shared memory, a block has {_kib(limits.block_smem)}"
     if blocks * (config.smem_bytes + RESERVED_SMEM) > limits.multiprocessor_smem:
         return (
             f"{blocks} blocks with {_kib(config.smem_bytes)} of shared memory each, an SM has "
             f"{_kib(limits.multiprocessor_smem)}"
         )
     if blocks * config.num_threads > limits.threads:
-        return f"{blocks} blocks of {config.num_threads} threads, {limits.threads} fit"
+        return (
+            f"{blocks} blocks of {config.num_threads} threads, an SM has room for {limits.threads}"
+        )
     if blocks > limits.blocks:
-        return f"{blocks} blocks, {limits.blocks} fit"
+        return f"{blocks} blocks, an SM has room for {limits.blocks}"
     needed, there = lane_registers(config), registers_of_thread(config.num_threads, blocks)
     if needed > there:
-        return f"scores and results take {needed} registers of a thread, {there} are there"
+        return f"scores and results need {needed} registers of a thread, it has {there}"
     return ""
 
 

@@ -67,7 +67,7 @@ def strategy_of(name: str) -> Strategy:
     raise problem_with(
         "strategy", ValueError, got=repr(name),
         expected=f"one of {', '.join((*_BUILT_IN, *searches))}",
-        fix="" if searches else f"{pip_install('tune')} brings others",
+        fix="" if searches else f"{pip_install('tune')} adds others",
     )  # fmt: skip
 
 

@@ -131,7 +131,7 @@ def sweep(
     if not isinstance(chosen, Space):
         raise wrong_type("chosen", type(chosen).__name__, "what tuning.space returns")
     if chosen.workload != workload:
-        raise wrong_value("chosen", f"a space of {chosen.workload}", f"one of {workload}")
+        raise wrong_value("chosen", f"a space of {chosen.workload}", f"a space of {workload}")
     explore = strategy_of(strategy)
     file = default_file(chosen) if file is None else file
     watcher = (Lines() if progress else None) if isinstance(progress, bool) else progress
@@ -178,7 +178,7 @@ class _Running:
         if f"{planned.name} ({planned.arch})" != here:
             raise problem_with(
                 "chosen", ValueError, got=f"a space for {planned.name} ({planned.arch})",
-                expected=f"one for the device here, {here}", fix="leave arch out when it is made",
+                expected=f"one for the device here, {here}", fix="make the space without arch=",
             )  # fmt: skip
         del device["status"]
         header = {
@@ -350,7 +350,7 @@ class Lines:
 def _said(now: Progress) -> str:
     row, best = now.row, now.best
     if row is None:
-        return f"the fastest {now.total} compared once more"
+        return f"the fastest {now.total} compared again"
     if now.stage == "final":
         return f"{row['key']} left out of the final: {row['status']}, {row['reason']}"
     text = row.get("reason", "")[:70]

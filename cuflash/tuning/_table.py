@@ -69,7 +69,7 @@ def use(file: str | os.PathLike[str] | Sweep | None) -> contextlib.ExitStack:
     if device is not None and all(row.key.device != device.name for row in rows):
         names = sorted({row.key.device for row in rows})
         got = f"tiles for {', '.join(names) or 'no device'}"
-        raise wrong_value(where, got, f"some for the device here, {device.name}")
+        raise wrong_value(where, got, f"tiles for the device here, {device.name}")
     _put(before | {row.key: row for row in rows})
     return ending
 
@@ -95,7 +95,7 @@ def table_rows(found: Sweep) -> list[select_measured.Row]:
 def _rows(found: Sweep, values: Mapping[str, int] | None) -> list[select_measured.Row]:
     header = found.header
     if header["workload"] is None:
-        got = f"one of {found.kernel}, which is no kernel of this library"
+        got = f"a sweep of {found.kernel}, no kernel of this library"
         raise wrong_value("sweep", got, "a sweep of cuflash's kernels")
     like = typical(header["arch"])
     count = header.get("multiprocessors", like.multiprocessors)

@@ -140,7 +140,7 @@ class Bench:
         self._run(self.small, config)
         for name, again in self.small.on_host().items():
             if self.deterministic and not wrong and first[name].tobytes() != again.tobytes():
-                wrong = f"{name}: other bits when it was run again"
+                wrong = f"{name}: two runs differ in their bits"
         return {"wrong": wrong, "errors": {name: [*own] for name, own in found.items()}}
 
     def compared(self, config: KernelConfig) -> str:

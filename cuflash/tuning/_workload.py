@@ -66,10 +66,10 @@ _SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
 #: What each field may be, and the words for it.
 _FIELDS: dict[str, tuple[Check, str]] = {
     **dict.fromkeys(_SIZES, (lambda value: _is_count(value) and value > 0, "a positive int")),
-    "head_dim_v": (_is_count, "an int from 0 on"),
+    "head_dim_v": (_is_count, "an int >= 0"),
     "dtype": (_is_among(DTYPES), f"one of {', '.join(DTYPES)}"),
     **dict.fromkeys(("causal", "deterministic"), (lambda value: isinstance(value, bool), "a bool")),
-    "window": (_is_window, "None or a tuple (left, right), each None or an int from 0 on"),
+    "window": (_is_window, "None or a tuple (left, right), each None or an int >= 0"),
     "precision": (_is_among(PRECISIONS), '"ieee" or "tf32"'),
     "layout": (_is_among(["bhsd"]), '"bhsd"'),
     "softcap": (
@@ -81,7 +81,7 @@ _FIELDS: dict[str, tuple[Check, str]] = {
         _is_tuple_of(_is_among(ARRAY_OPTIONS)),
         f"a tuple of names among {', '.join(ARRAY_OPTIONS)}",
     ),
-    "seqlens": (_is_tuple_of(_is_count), "a tuple of ints from 0 on"),
+    "seqlens": (_is_tuple_of(_is_count), "a tuple of ints >= 0"),
 }
 
 
@@ -125,9 +125,9 @@ class Workload:
         whole = (self.seqlen_q, self.seqlen_k)
         if self.seqlens and whole != (sum(self.seqlens),) * 2:
             got = f"{self.seqlens} of {whole[0]} queries, {whole[1]} keys"
-            raise wrong_value("seqlens", got, "lengths that add up to both")
+            raise wrong_value("seqlens", got, "lengths whose sum is both")
         if set(self.arrays) >= _BIASES:
-            raise wrong_value("arrays", "bias and key_bias", "one: a call has one bias")
+            raise wrong_value("arrays", "bias and key_bias", "one of them: a call has one bias")
 
     def sequences(self) -> list[Workload]:
         """Every packed sequence as a call of its own."""
@@ -312,7 +312,7 @@ def _unfilled(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     steps = list(itertools.accumulate(shape[:0:-1], int.__mul__, initial=dtype.itemsize))
     if steps[-1] * shape[0] >= 1 << 63:
         got = f"an array of {' x '.join(map(str, shape))}"
-        raise wrong_value("problem", got, "sizes whose bytes an address can count")
+        raise wrong_value("problem", got, "arrays of fewer than 2^63 bytes")
     return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, steps[::-1])
 
 

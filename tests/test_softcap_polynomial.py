@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash import Options
-from cuflash._problem import capped
 from cuflash._problem.problem import Problem, describe
+from cuflash._problem.softcap_polynomial import NEAR_PARAMS
 
 FLOAT32 = np.float32
 #: At very small and very large caps, some coefficients of the polynomials are no normal numbers.
@@ -27,7 +27,7 @@ def problem_of(softcap: float, scale: float) -> Problem:
 
 
 def parameters(problem: Problem) -> dict[str, Any]:
-    return {name: dtype(value(problem)) for name, (dtype, value, _) in capped.PARAMS.items()}
+    return {name: dtype(value(problem)) for name, (dtype, value, _) in NEAR_PARAMS.items()}
 
 
 def fused(a: Any, b: Any, c: Any) -> Any:

@@ -35,7 +35,7 @@ def cap(problem: Any) -> float:
 def near_product(problem: Any) -> float:
     """The largest product that counts as near 0."""
     x = abs(problem.scale / cap(problem))  # x of a product of 1
-    near, _ = _chosen(problem)
+    near, _ = _near_polynomial(problem)
     return float(np.float32(min(near / x, _LARGEST) if x > 0 else _LARGEST))
 
 
@@ -45,7 +45,7 @@ def near_square(problem: Any) -> float:
     return square if square >= _SMALLEST else 0.0
 
 
-def _chosen(problem: Any) -> tuple[float, list[float]]:
+def _near_polynomial(problem: Any) -> tuple[float, list[float]]:
     x = problem.scale / cap(problem)
     for near, of_x in _TANH:
         of_product, factor = [], cap(problem) * math.log2(math.e) * x
@@ -59,17 +59,17 @@ def _chosen(problem: Any) -> tuple[float, list[float]]:
 
 
 def _coefficient(power: int, problem: Any) -> float:
-    return _chosen(problem)[1][power]
+    return _near_polynomial(problem)[1][power]
 
 
 #: Parameters of kernels: dtype, value, comment.
-PARAMS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
-    "near_product": (np.float32, near_product, "the largest that is capped by a polynomial"),
+NEAR_PARAMS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
+    "near_product": (np.float32, near_product, "largest product that is capped by a polynomial"),
     "near_square": (np.float32, near_square, ""),
     **{
         f"capped_{i}": (
             np.float32, functools.partial(_coefficient, i),
-            f"log2(exp(a capped score)) / product, by (product^2 - near_square)^{i}",
+            f"coefficient of (product^2 - near_square)^{i} in log2(exp(capped score)) / product",
         )
         for i in range(_COUNT)
     },

@@ -22,9 +22,9 @@ _PACKED = "packed sequences are attention_varlen(q, k, v, cu_seqlens_q, cu_seqle
 _PAGES = (
     "pages are attention_paged(q, k_pages, v_pages, page_table, kv_lengths), and have no gradient"
 )
-_CALL = "it belongs to the call and not to its score options: attention(q, k, v, {}=...)"
+_CALL = "it is a parameter of the call and no score option: attention(q, k, v, {}=...)"
 #: Keywords of flash-attn, PyTorch, JAX, xformers, flashinfer and ONNX, and what to write here.
-WORDS = {
+ADVICE = {
     **dict.fromkeys(("q", "k", "v", "query", "key", "value", "dout", "lse"), _POSITION),
     **dict.fromkeys(
         ("softmax_scale", "sm_scale", "qk_scale", "scaling"),
@@ -40,7 +40,7 @@ WORDS = {
     ),
     **dict.fromkeys(
         ("window_size", "local_window_size", "sliding_window", "local_window"),
-        "did you mean window=(left, right)? None is unbounded, where flash-attn writes -1",
+        "did you mean window=(left, right)? None means no bound, which is -1 in flash-attn",
     ),
     "is_causal": 'did you mean causal=? PyTorch and JAX align at the first key: causal="top_left"',
     **dict.fromkeys(("attn_mask", "attention_mask"), _MASK),
@@ -72,7 +72,7 @@ WORDS = {
     ),
     **dict.fromkeys(
         ("rotary_cos", "rotary_sin", "rotary_interleaved"),
-        "queries and keys turn before the call: cuflash.rotary(x, positions)",
+        "rotate q and k before the call: cuflash.rotary(x, positions)",
     ),
     "layout": "did you mean axes=? (batch, seqlen, heads, head_dim) is axes=[(-3, -1)] * 4",
     "num_splits": "leave it out: the number of splits follows from the shapes",
@@ -89,7 +89,7 @@ WORDS = {
 _SIZES = (
     "did you mean {}=? Sizes of a cache are KVCache(sequences, heads, head_dim, max_length=...)"
 )
-WORDS_OF_OTHERS = {
+ADVICE_FOR_OTHERS = {
     **dict.fromkeys(
         ("cos", "sin", "cos_sin_cache", "rotary_cos", "rotary_sin"),
         "angles are positions times frequencies=: rotary(x, positions, frequencies=...)",
@@ -104,24 +104,27 @@ WORDS_OF_OTHERS = {
     **dict.fromkeys(("num_blocks", "num_pages"), _SIZES.format("pages")),
     **dict.fromkeys(("block_size", "page_block_size"), _SIZES.format("page_size")),
     **dict.fromkeys(("max_seqlen", "max_seq_len", "capacity"), _SIZES.format("max_length")),
-    "device": "did you mean like=? The cache lies where this array does",
+    "device": "did you mean like=? The cache is allocated on the device of this array",
     "dim": "did you mean axis=?",
 }
-_LENGTHS_OF_PAGES = (
+_LENGTHS_FOR_PAGES = (
     "lengths are positional: attention_paged(q, k_pages, v_pages, page_table, kv_lengths), "
     "kv_lengths of shape (sequences,)"
 )
-WORDS_OF_PAGES = dict.fromkeys(
+ADVICE_FOR_PAGES = dict.fromkeys(
     (
         "cache_seqlens", "seqused_k", "kv_seq_lengths", "key_value_seq_lengths", "seq_lens",
         "context_lens", "block_table", "block_tables", "k_cache", "v_cache",
     ),
-    _LENGTHS_OF_PAGES,
+    _LENGTHS_FOR_PAGES,
 )  # fmt: skip
 
 
 def unknown_keyword(
-    name: str, known: Collection[str], words: Mapping[str, str] = WORDS, kind: str = "score option"
+    name: str,
+    known: Collection[str],
+    advice: Mapping[str, str] = ADVICE,
+    kind: str = "score option",
 ) -> Exception:
     """Build the TypeError for a keyword that is none of the ``known`` ones."""
     from difflib import get_close_matches  # correct calls do not need it
@@ -129,11 +132,11 @@ def unknown_keyword(
     near = get_close_matches(name, known, n=1, cutoff=_NEAR)
     kinds = kind.replace(" ", "s ", 1) if kind.startswith("keyword") else f"{kind}s"
     spelt = f"did you mean {near[0]}=?" if near else f"{kinds} are {', '.join(known)}"
-    expected = f"a parameter of this function or a {kind}" if words is WORDS else f"a {kind}"
-    return wrong_type(name, "an unknown keyword", expected, words.get(name, spelt))
+    expected = f"a parameter of this function or a {kind}" if advice is ADVICE else f"a {kind}"
+    return wrong_type(name, "an unknown keyword", expected, advice.get(name, spelt))
 
 
-def answering_words(function: Callable[P, R]) -> Callable[P, R]:
+def explain_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function without score options say what to write instead of an unknown keyword."""
     code = inspect.unwrap(function).__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -147,17 +150,17 @@ def answering_words(function: Callable[P, R]) -> Callable[P, R]:
                 order = ", ".join(n for n in positional if n != "self")
                 raise wrong_type(name, "a keyword", f"a positional argument: ({order}, ...)")
             if name not in known:
-                answer = WORDS_OF_OTHERS.get(name, "")
+                answer = ADVICE_FOR_OTHERS.get(name, "")
                 is_of_this = not set(re.findall(r"\w+", answer)).isdisjoint(names)
-                words = {name: answer} if is_of_this else {}
-                raise unknown_keyword(name, known, words, "keyword of this function")
+                advice = {name: answer} if is_of_this else {}
+                raise unknown_keyword(name, known, advice, "keyword of this function")
         return function(*args, **keywords)
 
     return call
 
 
-def refuse_words(keywords: Collection[str], words: Mapping[str, str]) -> None:
-    """Raise for a keyword in ``words``, with the answer from there instead of attention's."""
+def refuse_keywords(keywords: Collection[str], advice: Mapping[str, str]) -> None:
+    """Raise for a keyword in ``advice``, with the answer from there instead of attention's."""
     for name in keywords:
-        if name in words:
-            raise wrong_type(name, "an unknown keyword", "a score option", words[name])
+        if name in advice:
+            raise wrong_type(name, "an unknown keyword", "a score option", advice[name])

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash._arrays import _from_cuda_array_interface, native
-from cuflash._problem.habits import WORDS
+from cuflash._problem.foreign_keywords import ADVICE
 from cuflash._problem.operand import broadcastable, index_with_new_axes
 
 
@@ -128,7 +128,7 @@ def test_no_other_dtype_is_taken_for_bfloat16():
     for dtype in ((4, 32), (3, 16), (10, 8)):
         array = Coded(np.ones((4, 6), np.uint16))
         array.dtype = dtype
-        with pytest.raises(TypeError, match=r"q: got .* not handed out"):
+        with pytest.raises(TypeError, match=r"q: got .* not export"):
             native("q", array)
 
 
@@ -219,7 +219,7 @@ def test_lists_of_ends():
     np.testing.assert_array_equal(grads.dq, again.dq)
 
 
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", ADVICE)
 def test_words_of_other_libraries_are_answered(word):
     with pytest.raises(TypeError, match=rf"^{word}: got an unknown keyword, .*; \w"):
         cuflash.Options(**{word: None})
@@ -242,7 +242,7 @@ def test_the_answer_names_what_serves(word, answer):
 
 
 def test_no_word_is_an_option():
-    assert not set(WORDS) & set(cuflash.Options.__dataclass_fields__)
+    assert not set(ADVICE) & set(cuflash.Options.__dataclass_fields__)
 
 
 EXTENTS = st.lists(st.integers(1, 4), max_size=3).map(tuple)
