@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -77,7 +78,9 @@ def forward(
         for rows in slices(piece.start, piece.stop, block_m):
             q_block = scores.queries(q[..., rows, :])
             rows_shape = q_block.shape[:-1]
-            row_max = row_sum = acc = None
+            row_max: Any = None  # of the keys so far, as the sum and acc are
+            row_sum: Any = None
+            acc: Array | None = None
             if problem.sink is not None:  # it counts as a key without a value
                 row_max = np.full(rows_shape, scores.sink(rows), dtype)
                 row_sum = np.where(np.isneginf(row_max), dtype.type(0), dtype.type(1))
