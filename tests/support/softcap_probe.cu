@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(32)
   SplitSoftmax softmax;
   capped_softmax<Edge::last>(s_acc, softmax, never, score, 0, static_cast<int>(params.lse[1]));
   softmax.finish();
-  __syncthreads();
+  __syncthreads();  // every lane has read lse[0]
   const RowEnd end = end_of_row(score, entry, softmax.row_max[0][0], softmax.row_sum[0][0]);
   if (threadIdx.x == 0) params.lse[0] = end.lse;
 }
