@@ -244,5 +244,5 @@ def test_elements_off_their_boundaries_are_refused(name: str) -> None:
     given = {n: on_device(np.zeros(shape, dtypes[n])) for n, shape in shapes.items()}
     off = np.zeros(given[name].nbytes + 4, np.uint8)[2:-2].view(dtypes[name])
     given[name] = on_device(off.reshape(shapes[name]))
-    with pytest.raises(ValueError, match=f"{name}: got elements of . bytes off their boundaries"):
+    with pytest.raises(ValueError, match=f"{name}: got misaligned elements of . bytes"):
         kernels.turn(*given.values(), None, 4, "halves", inverse=False)

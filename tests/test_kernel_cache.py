@@ -226,7 +226,7 @@ def test_whose_files_are_read(compiler, folder, monkeypatch, owner, folder_mode)
         warnings.simplefilter("always")
         assert compiler.kernel(CONFIG) == right()
     assert compiler.compilations == 1 + bool(refused)
-    assert ["other users may have written" in str(w.message) for w in caught] == [True] * bool(
+    assert ["other users may write to it" in str(w.message) for w in caught] == [True] * bool(
         refused
     )
 

@@ -399,5 +399,5 @@ def test_a_head_too_wide_is_named(head_dim: int) -> None:
 def test_strides_across_elements_are_refused() -> None:
     """Rows off the boundaries of elements are refused: a field of a packed record may have them."""
     layouts = {"bias": Layout(4, (), 6, 4)}
-    with pytest.raises(ValueError, match="bias: got elements of 4 bytes off their boundaries"):
+    with pytest.raises(ValueError, match="bias: got misaligned elements of 4 bytes"):
         plan.refuse_misaligned(layouts, {"bias": 1 << 20})
