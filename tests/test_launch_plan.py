@@ -39,7 +39,7 @@ SMALLEST, AMPERE, HOPPER = SMEM_LIMITS = (99 * 1024, 163 * 1024, 227 * 1024)
 DTYPES = (bfloat16, np.float16, np.float32, np.float64)
 SUMS = (("bias", "pairs"), ("bias", "keys"), ("alibi_slopes", "queries"), ("scale", "queries"))
 WANTED = (frozenset("qkv"), frozenset("k"), frozenset("qv"))
-NUM_PROBLEMS = 100_000
+NUM_PROBLEMS = 30_000
 
 
 def walked(grid: launch_grid.Grid, num_operands: int) -> list[tuple[int, ...]]:
@@ -274,7 +274,7 @@ def check_grid(problem: Problem, config: KernelConfig, rng: np.random.Generator)
 
 
 @pytest.mark.full
-def test_a_hundred_thousand_problems_get_legal_kernels_and_grids() -> None:
+def test_thirty_thousand_problems_get_legal_kernels_and_grids() -> None:
     rng, base = np.random.default_rng(1), base_problem()
     seen: set[str] = set()
     split = 0
