@@ -85,8 +85,8 @@ def _usable(cupys: Path) -> bool:
 def warn_once(where: str) -> None:
     """Warn, once for each folder, that kernels are not kept in the folder ``where``."""
     warnings.warn(
-        f"the kernel cache {where} cannot be read or written, or holds something else, or what any "
-        "user may have written: kernels are compiled in memory",
+        f"the kernel cache {where} cannot be read or written, or holds something else, or what "
+        "another user may have written: kernels are compiled in memory",
         RuntimeWarning,
         stacklevel=2,
     )
