@@ -85,8 +85,8 @@ def _usable(cupys: Path) -> bool:
 def warn_once(where: str) -> None:
     """Warn, once for each folder, that kernels are not kept in the folder ``where``."""
     warnings.warn(
-        f"the kernel cache {where} is not a readable, writable folder, or other users may write to "
-        "it: kernels are compiled in memory",
+        f"the kernel cache {where} is not a readable, writable folder, or another user may have "
+        "written to it: kernels are compiled in memory",
         RuntimeWarning,
         stacklevel=2,
     )

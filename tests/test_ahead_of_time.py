@@ -349,3 +349,30 @@ def test_a_call_runs_from_the_folder_alone(tmp_path, monkeypatch):
     out, pullback = cuflash.attention_vjp(q, k, v)
     assert bool((out == expected).all())
     assert pullback(dout).dq.shape == q.shape
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such owners")
+@pytest.mark.filterwarnings("ignore:the kernel cache:RuntimeWarning")
+@pytest.mark.parametrize("mine", [False, True])
+@pytest.mark.parametrize("owner", [0, 1001, 1002])
+def test_the_cache_reads_no_file_of_another_user(owner, mine, monkeypatch):
+    """Where all may write, another user may have made our folder: only the owner of files counts.
+
+    Folders of kernels compiled ahead of time may be of another user.
+    """
+    name, fstat = "a" * 64, os.fstat
+    cubin_cache.save(name, b"a kernel")
+    cubin_cache.save_note(name, GOOD)
+    monkeypatch.setenv("CUFLASH_KERNELS", str(cubin_cache.folder()))
+
+    def owned(descriptor):
+        status = list(fstat(descriptor))
+        status[stat.ST_UID] = owner
+        return os.stat_result(status)
+
+    monkeypatch.setattr(os, "fstat", owned)
+    monkeypatch.setattr(os, "geteuid", lambda: owner if mine else 1003)
+    read = mine or owner == 0
+    assert cubin_cache.load(name) == (b"a kernel" if read else None)
+    assert cubin_cache.load_note(name) == (GOOD if read else None)
+    assert cubin_cache.load_shared(name) == b"a kernel"

@@ -172,13 +172,16 @@ def test_a_limit_lasts_from_the_first_call_to_the_end_of_the_last(caller_ends_fi
     """The limit lasts until the last call ends, in any thread (threadpoolctl 3.8 obeys one)."""
     with threadpool_limits(2), ThreadPoolExecutor(1) as another:
         before, one = numbers_of_threads(), [1] * len(BLAS.lib_controllers)
-        enter, leave = cores._limit.__enter__, cores._limit.__exit__
-        first, last = (None, another) if caller_ends_first else (another, None)
-        another.submit(enter).result()
+        here, there = cores._limit.of_a_call(), cores._limit.of_a_call()
+        another.submit(there.__enter__).result()
         assert numbers_of_threads() == one
-        enter()
-        for thread, left in ((first, one), (last, before)):
-            leave() if thread is None else thread.submit(leave).result()
+        here.__enter__()
+        ends = [
+            lambda: here.__exit__(None, None, None),
+            lambda: another.submit(there.__exit__, None, None, None).result(),
+        ]
+        for end, left in zip(ends if caller_ends_first else ends[::-1], (one, before), strict=True):
+            end()
             assert numbers_of_threads() == left
         assert another.submit(limited_to, 3).result() == [3] * len(before)
 
@@ -210,12 +213,80 @@ def test_a_number_of_each_thread_is_given_back_by_each(blas, monkeypatch):
     monkeypatch.setattr(cores, "_libraries", lambda: [own])
     limit = cores._Limit()
     with ThreadPoolExecutor(1) as another:
-        with limit:
-            another.submit(limit.__enter__).result()
+        call = limit.of_a_call()
+        with limit.of_a_call():
+            another.submit(call.__enter__).result()
             assert (own.number, another.submit(own.get_num_threads).result()) == (1, 1)
         assert (own.number, another.submit(own.get_num_threads).result()) == (4, 1)
-        another.submit(limit.__exit__).result()
+        another.submit(call.__exit__, None, None, None).result()
         assert (own.number, another.submit(own.get_num_threads).result()) == (4, 4)
+
+
+class Interruptions:
+    """Ctrl-C at some of the calls of ``count``: the first has the number 1."""
+
+    def __init__(self, *at):
+        self.at, self.calls = at, 0
+
+    def count(self):
+        self.calls += 1
+        if self.calls in self.at:
+            raise KeyboardInterrupt
+
+
+class Interrupted:
+    """A simulated BLAS with four threads, and interruptions while its number is set."""
+
+    threading_layer, check_symbols = "pthreads", ()
+
+    def __init__(self, interruptions):
+        self.number, self.interruptions = 4, interruptions
+
+    def get_num_threads(self):
+        return self.number
+
+    def set_num_threads(self, number):
+        self.interruptions.count()
+        self.number = number
+
+
+def interrupted_limit(monkeypatch, *at):
+    """A limit of two simulated libraries, whose numbers are set four times in a call."""
+    interruptions = Interruptions(*at)
+    libraries = [Interrupted(interruptions), Interrupted(interruptions)]
+    monkeypatch.setattr(cores, "_libraries", lambda: libraries)
+    return cores._Limit(), lambda: [blas.number for blas in libraries]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_an_interrupted_call_gives_blas_its_threads_back(at, monkeypatch):
+    limit, numbers = interrupted_limit(monkeypatch, at)
+    with pytest.raises(KeyboardInterrupt), limit.of_a_call() as threads:
+        assert (threads, numbers()) == (4, [1, 1])
+    assert numbers() == [4, 4]
+    with limit.of_a_call() as threads:
+        assert (threads, numbers()) == (4, [1, 1])
+    assert numbers() == [4, 4]
+
+
+def test_a_call_interrupted_twice_leaves_it_to_the_next_call(monkeypatch):
+    """BLAS that is still limited has its threads again after the next call."""
+    limit, numbers = interrupted_limit(monkeypatch, 4, 5)
+    with pytest.raises(KeyboardInterrupt), limit.of_a_call():
+        pass
+    assert numbers() == [4, 1]
+    with limit.of_a_call() as threads:
+        assert (threads, numbers()) == (4, [1, 1])
+    assert numbers() == [4, 4]
+
+
+def test_a_call_interrupted_before_it_begins_to_end_ends(monkeypatch):
+    limit, numbers = interrupted_limit(monkeypatch)
+    interruptions, end = Interruptions(1), limit._end
+    monkeypatch.setattr(limit, "_end", lambda call: (interruptions.count(), end(call)))
+    with pytest.raises(KeyboardInterrupt), limit.of_a_call():
+        pass
+    assert numbers() == [4, 4]
 
 
 @needs_blas
@@ -286,7 +357,7 @@ def test_no_process_is_forked_while_a_call_sets_numbers(monkeypatch):
     monkeypatch.setattr(cores, "_libraries", lambda: [blas])
 
     def call():
-        with cores._limit:
+        with cores._limit.of_a_call():
             assert blas.number == 1
 
     other = threading.Thread(target=call)

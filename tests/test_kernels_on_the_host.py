@@ -186,6 +186,24 @@ def test_a_repeated_call_is_that_of_its_own_arrays(with_arrays: bool) -> None:
     assert run.repeated_backward(plan, problem, (q, k, v), options, off_its_place) is None
 
 
+@pytest.mark.parametrize("shape", [(320,), (512,), (8, 128), (500, 1)], ids=str)
+def test_a_gradient_of_a_sink_reads_workspaces_of_any_shape(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(score_gradients, "cupy", np)
+    rng = np.random.default_rng(0)
+    statistics = rng.standard_normal((2, 20, 2)).astype(np.float32)
+    sink, gradient = np.array([0.5, -1.0], np.float32), np.empty(2, np.float32)
+    q = np.zeros((2, 20, 8), np.float16)
+    problem = describe(q, q, q, cuflash.Options(sink=sink))
+    workspace = np.full(shape, 0xFF, np.uint8)
+    workspace.reshape(-1)[: statistics.nbytes] = statistics.view(np.uint8).reshape(-1)
+    lse, delta = statistics[..., 0], statistics[..., 1]
+    score_gradients.write_sink(problem, workspace, lse, sink, gradient, None, None)
+    expected = -(np.exp(sink[:, None] - lse) * delta).sum(-1)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5)
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("head_dims", [(3, 5), (16, 40)], ids=str)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -240,3 +243,32 @@ def test_a_known_call_launches_on_the_arrays_that_it_is_given(own, monkeypatch):
             monkeypatch.setattr(attention, "describe", None)  # nothing is checked from here on
     assert found[0][0] != found[1][0], "the arrays of the options lie elsewhere"
     assert found[2:] == found[:2]
+
+
+def test_packed_arguments_of_all_launchers_are_bounded(monkeypatch):
+    """A repeated launch packs nothing; how many arguments are kept does not grow with plans."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cuflash._jit.compilation import Kernel
+    from cuflash._launch import kernel_launcher
+
+    launched, packed = [], []
+
+    def launch(*given):
+        (argument,) = struct.unpack("<Q", ctypes.string_at(given[-2], 8))
+        launched.append(ctypes.string_at(argument, 18))
+
+    monkeypatch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=launch))
+    monkeypatch.setattr(kernel_launcher, "_known", {})
+    monkeypatch.setattr(kernel_launcher, "_LIMIT", 10)
+    pack = kernel_launcher.KernelLauncher._packed
+    monkeypatch.setattr(
+        kernel_launcher.KernelLauncher, "_packed",
+        lambda self, *given: packed.append(pack(self, *given)) or packed[-1],
+    )  # fmt: skip
+    for _ in range(6):
+        launcher = kernel_launcher.KernelLauncher(Kernel(1, 128, 0, None), 1, ("q", "k"), b"12")
+        for pointers in ((16, 32), (16, 48), (16, 32), (16, 48)):
+            launcher.run(pointers, 0)
+            assert len(kernel_launcher._known) <= 10
+            assert launched[-1] == struct.pack("<2Q", *pointers) + b"12"
+    assert len(packed) == 12

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash._problem.operand import canonical_view
 from cuflash._problem.problem import describe
 from cuflash._results import Saved
 
@@ -178,6 +179,39 @@ def test_bounds_lie_where_ids_differ() -> None:
     assert own.batch == (5, 3)
     assert own.strides(own.pairs_k) == (3 * 4 * 8, 4 * 8)
     assert own.first_k == math.prod(own.batch) * 2 * 8
+
+
+COPIED = {
+    "another dtype": lambda q, k: (q.astype(np.int16), k.astype(np.int16)),
+    "two dtypes": lambda q, k: (q.astype(np.int32), k),
+    "not contiguous": lambda q, k: (q[..., ::-1], k[..., ::-1]),
+    "one id": lambda q, k: (np.broadcast_to(np.int8(1), q.shape), k),
+}
+
+
+@pytest.mark.parametrize("axes", ["batch", "heads", "both", "none"])
+@pytest.mark.parametrize("how", COPIED)
+def test_copies_of_broadcast_ids_need_the_memory_that_was_counted(
+    how: str, axes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``workspace_size`` counts before ids are copied: copies share what the ids shared."""
+    monkeypatch.setattr(score_params, "cupy", np)
+    monkeypatch.setattr(score_params, "refuse_capture", lambda *_: None)
+    first = {"batch": (1, 3), "heads": (5, 1), "both": (1, 1), "none": (5, 3)}[axes]
+    rng = np.random.default_rng(0)
+    ids_q, ids_k = COPIED[how](*(rng.integers(0, 9, (*first, n)) for n in (100, 200)))
+    ids_q, ids_k = (np.broadcast_to(ids, (5, 3, ids.shape[-1])) for ids in (ids_q, ids_k))
+    q, k, v = (np.zeros((5, 3, n, 8), np.float16) for n in (100, 200, 200))
+    options = cuflash.Options(segment_ids=(ids_q, ids_k))
+    problem = describe(q, k, v, options)
+    copied, held = score_params.arrays_of(problem, options, q, {})
+    assert held["segment_ids_q"] is not ids_q
+    assert segment_bounds.bounds_of(copied).batch == segment_bounds.bounds_of(problem).batch
+    assert segment_bounds.room_for(copied) == segment_bounds.room_for(problem)
+    for name, ids in (("segment_ids_q", ids_q), ("segment_ids_k", ids_k)):
+        read = canonical_view(held[name], getattr(copied, name))
+        np.testing.assert_array_equal(read, ids)
+        assert read.strides[-1] == held[name].itemsize
 
 
 @pytest.mark.gpu

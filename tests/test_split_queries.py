@@ -7,6 +7,7 @@ second time, from the picture in `kernels_cu/tile/fragment.cuh`.
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -258,6 +259,19 @@ def test_what_few_tiles_take_is_bounded(d: int, group: int, most: int) -> None:
         assert further <= (2 if causal else 4) * 132 * 4 * fused.config.block_m * d
         split += fused.splits > 1
     assert split > 200
+
+
+def test_millions_of_entries_that_share_keys_are_divided_at_once() -> None:
+    for number in range(1, 500):
+        found = split_queries._divisors(number)
+        assert found == [n for n in range(1, number + 1) if number % n == 0]
+    q = np.broadcast_to(np.zeros(8, bfloat16), (2**18, 2**10, 1, 8))
+    k = np.zeros((1, 1, 65, 8), bfloat16)
+    problem = describe(q, k, k, Options())
+    config = chosen.fused(problem, deterministic=True)
+    begin = time.process_time()
+    assert split_queries.parts_of(problem, config, 132) > 1
+    assert time.process_time() - begin < 2
 
 
 # --- on a GPU -----------------------------------------------------------------------------------

@@ -30,25 +30,41 @@ class _Limit:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._calls = 0
+        self._calls: set[object] = set()
         self._threads = 1
+        #: Libraries and their numbers of threads, until all of them are restored.
         self._before: list[tuple[Any, int]] = []
 
-    def __enter__(self) -> int:
-        """Return the number of threads that BLAS would have used, divided by the calls that run."""
+    @contextlib.contextmanager
+    def of_a_call(self) -> Iterator[int]:
+        """Yield the number of threads that BLAS would have used, divided by the calls that run.
+
+        KeyboardInterrupt may be raised anywhere here, also while BLAS gets its threads back.
+        """
+        call = object()
+        try:
+            yield self._begin(call)
+        finally:
+            try:
+                self._end(call)
+            except BaseException:
+                self._end(call)
+                raise
+
+    def _begin(self, call: object) -> int:
         with self.lock:
-            if not self._calls:
+            if not self._calls and not self._before:  # else an interruption left BLAS limited
                 found = [(blas, blas.get_num_threads()) for blas in _libraries()]
                 self._threads = min((n for _, n in found), default=available())
                 self._before = [(b, n) for b, n in found if n > 1 or _of_each_thread(b)]
-            self._calls += 1
+            self._calls.add(call)
             for blas, _ in self._before:
                 _set_threads(blas, 1)
-            return max(self._threads // self._calls, 1)
+            return max(self._threads // len(self._calls), 1)
 
-    def __exit__(self, *_: object) -> None:
+    def _end(self, call: object) -> None:
         with self.lock:
-            self._calls -= 1
+            self._calls.discard(call)
             self.restore(every=not self._calls)
 
     def restore(self, *, every: bool) -> None:
@@ -56,6 +72,8 @@ class _Limit:
         for blas, threads in self._before:
             if every or _of_each_thread(blas):
                 _set_threads(blas, threads)
+        if every:
+            self._before = []
 
 
 def _set_threads(blas: Any, number: int) -> None:
@@ -115,7 +133,7 @@ def single_threaded_blas(m: int, n: int, width: int) -> Iterator[int]:
     if m * n * width <= SMALL_PRODUCT and max(m * n, m * width, n * width) <= SMALL_MATRIX:
         yield 1
         return
-    with _limit as threads:
+    with _limit.of_a_call() as threads:
         yield threads
 
 
@@ -157,7 +175,7 @@ class Items(Generic[T]):
         def helps() -> None:
             with self._changed:
                 self._helping += 1
-            with _limit:
+            with _limit.of_a_call():
                 self._guarded(lambda: worker(self))
             with self._changed:
                 self._helping -= 1

@@ -2,8 +2,8 @@
 
 In the folder ``cuflash`` of CuPy's kernel cache, one file each: a cubin, then the digest of its
 name and of the cubin. A file without the right digest is not used: it is cut off, changed, or has
-the name of another kernel. Anybody can compute a digest: where all users may write, files of others
-are not read. Files are only replaced as a whole, so any number of processes can share a folder.
+the name of another kernel. Anybody can compute a digest: files of other users than root are not
+read. Files are only replaced as a whole, so any number of processes can share a folder.
 
 ``load`` and ``save`` do not raise: if a file cannot be read or written, each process compiles.
 """
@@ -56,8 +56,11 @@ def load_shared(name: str) -> bytes | None:
     return None
 
 
-def read(path: Path) -> bytes:
+def read(path: Path, *, own: bool = False) -> bytes:
     """Content of a file; an OSError if it is no regular file, or other users may have written it.
+
+    With ``own`` also if its owner is neither this user nor root: where all users may write, another
+    user may have made the folder before us.
 
     The file is opened without blocking: a FIFO would wait for a writer.
     """
@@ -68,6 +71,8 @@ def read(path: Path) -> bytes:
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if _anybodys(status, path.parent):
             raise PermissionError(errno.EACCES, "other users may have written it", str(path))
+        if own and not _of_us_or_root(status):
+            raise PermissionError(errno.EACCES, "another user has written it", str(path))
         return file.read()
 
 
@@ -78,9 +83,12 @@ def _anybodys(status: os.stat_result, folder: Path) -> bool:
     """
     if sys.platform == "win32":  # has no such modes
         return False
-    own = status.st_uid in (0, os.geteuid())
-    mode = status.st_mode if own else status.st_mode | folder.stat().st_mode
+    mode = status.st_mode if _of_us_or_root(status) else status.st_mode | folder.stat().st_mode
     return bool(mode & stat.S_IWOTH)
+
+
+def _of_us_or_root(status: os.stat_result) -> bool:
+    return sys.platform == "win32" or status.st_uid in (0, os.geteuid())
 
 
 def _checked(name: str, content: bytes) -> bytes | None:
@@ -112,7 +120,7 @@ def load(name: str) -> bytes | None:
     if in_memory():
         return None
     try:
-        content = read(_path(name))
+        content = read(_path(name), own=True)
     except FileNotFoundError:
         return None
     except OSError:
@@ -156,7 +164,7 @@ def load_note(name: str) -> dict[str, Any] | None:
     if in_memory():
         return None
     try:
-        note = json.loads(read(folder() / f"{name}.json"))
+        note = json.loads(read(folder() / f"{name}.json", own=True))
     except (OSError, ValueError, RecursionError):
         return None
     return note if isinstance(note, dict) else None

@@ -47,7 +47,7 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
         blocks = min(blocks, -(-(problem.window_keys + config.own_rows) // int(config.block_m)))
     whole = problem.cu_seqlens_q is not None or problem.window_keys is not None
     rows = 1 if whole or not may_split_rows(config) else blocks  # most parts of one entry
-    candidates = [n for n in range(1, shared + 1) if shared % n == 0]
+    candidates = _divisors(shared)
     candidates += [shared * 2**i for i in range(1, rows.bit_length())]
     width = int(config.head_dim + config.head_dim_v) / 128
 
@@ -64,6 +64,12 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
 
     longest = _CLOSE * min(map(takes, candidates))
     return next(parts for parts in candidates if takes(parts) <= longest)
+
+
+def _divisors(number: int) -> list[int]:
+    """All divisors, from the least; there may be millions of entries that share keys."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def sums_of_dq(problem: Problem, config: Any, num_sms: int) -> int:

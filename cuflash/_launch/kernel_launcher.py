@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import struct
 from collections.abc import Callable
 
@@ -15,7 +16,10 @@ from cuflash._jit.driver import function
 from cuflash._launch import tile_counters
 from cuflash._launch.tensor_map import Maps
 
-_LIMIT = 64  # most packed arguments that a launcher keeps, of a kilobyte each
+#: (number of the launcher, pointers, counter) -> (address of the packed argument, the argument)
+_known: dict[tuple[int, tuple[int, ...], int], tuple[int, ctypes.c_char_p]] = {}
+_LIMIT = 8192  # most packed arguments of all launchers, with their keys up to 4.3 KiB each
+_numbers = itertools.count()
 _COUNTER = struct.Struct("<Q56x")  # address of a tile counter, padded to the alignment of maps
 
 
@@ -83,8 +87,7 @@ class KernelLauncher:
         self.maps = maps
         self._offsets = offsets
         self._drawn_on = drawn_on  # device of the counter that tiles are drawn from, or None
-        #: (pointers, counter) -> (address of the packed argument, the argument)
-        self._known: dict[tuple[tuple[int, ...], int], tuple[int, ctypes.c_char_p]] = {}
+        self._number = next(_numbers)
         self._launch: Callable[..., object] = functools.partial(
             driver.launchKernel, kernel.pointer, grid, 1, 1, kernel.num_threads, 1, 1,
             kernel.smem_bytes,
@@ -100,13 +103,14 @@ class KernelLauncher:
             counter = tile_counters.address(self._drawn_on, stream, captured)
         for offsets in self._offsets:
             moved = tuple(map(int.__add__, pointers, offsets)) if offsets else pointers
-            found = self._known.get((moved, counter))
+            key = self._number, moved, counter
+            found = _known.get(key)
             if found is None:
                 argument = ctypes.c_char_p(self._packed(moved, counter))  # the driver reads a char*
                 found = ctypes.addressof(argument), argument
-                if len(self._known) >= _LIMIT:
-                    self._known.clear()
-                self._known[moved, counter] = found
+                if len(_known) >= _LIMIT:
+                    _known.clear()
+                _known[key] = found
             self._launch(stream, found[0], 0)
 
     def _packed(self, pointers: tuple[int, ...], counter: int) -> bytes:

@@ -64,12 +64,13 @@ def write_sink(
 ) -> None:
     """Write the gradient of the sink, from lse and delta of every query.
 
-    ``rows`` holds lse and delta of each query; a query that sees no key has a delta of 0. Rows
-    beyond ``lengths``, the array of ``q_lengths``, do not count, whatever ``rows`` holds there.
+    ``rows``, of any shape, begins with lse and delta of each query; a query that sees no key has a
+    delta of 0. Rows beyond ``lengths``, the array of ``q_lengths``, do not count, whatever ``rows``
+    holds there.
     """
     dtype = problem.lse_dtype
     count = 2 * math.prod(problem.batch) * problem.seqlen_q
-    statistics = rows[: dtype.itemsize * count].view(dtype)
+    statistics = rows.reshape(-1)[: dtype.itemsize * count].view(dtype)
     delta = statistics.reshape(*problem.batch, problem.seqlen_q, 2)[..., 1]
     lse = lse.reshape(delta.shape)
     lse = cupy.where(cupy.isneginf(lse), np.inf, lse)

@@ -89,7 +89,7 @@ def arrays_of(
     """The problem with the layouts of the arrays of score options, and these arrays by name.
 
     Kernels read int32 and int64. Lengths and offsets of other dtypes or in host memory are copied
-    without broadcasting. So are segment ids and cu_seqlens, unless both arrays are contiguous and
+    without broadcast axes. So are segment ids and cu_seqlens, unless both arrays are contiguous and
     of one of these dtypes. The caller holds the arrays until its last launch: no other call may get
     their memory before.
     """
@@ -112,17 +112,15 @@ def arrays_of(
     of_ids = {arrays[name].dtype for name in _SEGMENTS if name in arrays}
     for name in copied:
         refuse_capture(name, "contiguous int32 or int64 arrays on the device")
-        view = canonical_view(arrays[name], getattr(problem, name), keep_summed=True)
-        arrays[name] = cupy.asarray(_as_int64(view, of_ids if name in _SEGMENTS else set()))
-        problem = changed(problem, **{name: _copied(getattr(problem, name), arrays[name].strides)})
+        operand: Operand = getattr(problem, name)
+        shared = [not stride for stride in operand.strides[: len(operand.summed)]]
+        index = *(slice(1 if s else None) for s in shared), ...
+        own = canonical_view(arrays[name], operand)[index]
+        array = cupy.asarray(_as_int64(own, of_ids if name in _SEGMENTS else set()))
+        steps = [0 if s else n for s, n in itertools.zip_longest(shared, array.strides)]
+        operand = replace(operand, dtype=array.dtype, strides=tuple(steps))
+        arrays[name], problem = array, changed(problem, **{name: operand})
     return problem, arrays
-
-
-def _copied(operand: Operand, strides: tuple[int, ...]) -> Operand:
-    kept = [
-        0 if i < len(operand.summed) and operand.summed[i] else s for i, s in enumerate(strides)
-    ]
-    return replace(operand, dtype=np.dtype(np.int64), strides=tuple(kept))
 
 
 def _as_int64(integers: Array, others: set[np.dtype[Any]]) -> Array:
