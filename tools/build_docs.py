@@ -4,8 +4,9 @@
 
 Sphinx reads a copy of docs/, because autosummary and sphinx-gallery write pages among their
 sources. Beside the copy are symbolic links to the other folders, so that pages can link to a test
-or to measured rows, and a broken link is a warning. Names of other projects are looked up in
-docs/_inventories, without a network: to use a new name, add a line there.
+or to measured rows, and a broken link is a warning.
+Names of other projects are looked up in docs/_inventories, without a network: to use a new name,
+add a line there.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def sweep(
     time_limit : float
         Seconds after which a configuration counts as hanging.
     budget_ms : float
-        Milliseconds for the measurements of one configuration, which has 11 to 60 rounds.
+        Milliseconds for the measurements of one configuration, within 11 to 60 rounds.
     processes : int, optional
         Number of processes that compile in parallel. The default is one for each core.
     progress : bool or callable
