@@ -78,7 +78,7 @@ class Run:
 
 
 def free_memory(xp: ModuleType) -> None:
-    """Free the unused blocks of memory pools, so that a cell does not suffer from earlier ones."""
+    """Free the unused blocks of memory pools, so that earlier cells do not exhaust memory."""
     if xp is not np:
         xp.get_default_memory_pool().free_all_blocks()
         torch = sys.modules.get("torch")

@@ -31,7 +31,7 @@ class Factors:
     bits: int
     parts: int
     half: bool = False  # whether parts have the range of float16
-    lift: float = 1.0  # each part is stored times this factor more than the part before
+    lift: float = 1.0  # part i is stored times lift**i
     scaled: bool = False  # whether rows are scaled by powers of 2 to fit the range
 
     def split(self, x: Matrix) -> list[Matrix]:

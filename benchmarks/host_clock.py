@@ -21,7 +21,7 @@ class HostClock:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Context without effect, as of DeviceClock."""
+        """A context without effect, for the interface of DeviceClock."""
         yield
 
     def once(self, call: Call) -> float:

@@ -23,7 +23,7 @@ _TILES: dict[str, tuple[dict[str, int], ...]] = {
 
 
 def rows(*, causal: bool = False) -> list[dict[str, Any]]:
-    """One row for each length and tile; measured if there is a device, which needs a profiler."""
+    """One row for each length and tile; on a device with ncu's counters."""
     hardware = present()
     planned = hardware or typical("sm_90")
     cells = [

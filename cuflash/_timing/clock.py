@@ -25,7 +25,7 @@ Call = Callable[[], Any]
 SHORT_MS = 0.2
 MOST_COPIES = 512
 HEAD_START_MS = 0.5  # longer than the host takes to launch a call (D112)
-HEAD_STARTS = 4  # attempts, each twice as long; a call that is then late waits for the device
+HEAD_STARTS = 4  # attempts, each twice as long; a call still late then waits for the device itself
 ROUNDS = (11, 60)
 WITHIN_ROUNDS = "{} to {} rounds".format(*ROUNDS)  # for help texts
 

@@ -178,7 +178,7 @@ class Nccl(NcclDevices):
                 self.control.blame(self._begun[0].other, what)
 
     def _warm_up(self) -> None:
-        """Connect all pairs at once; NCCL would connect each pair at its first message."""
+        """Connect all pairs now. NCCL connects a pair at its first message, one after another."""
         cupy, others = imported_cupy(), [r for r in range(self.size) if r != self.rank]
         with self._gpu.on():
             rooms = cupy.zeros((2, self.size, 1), np.uint8)

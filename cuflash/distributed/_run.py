@@ -37,7 +37,7 @@ from cuflash.distributed._parts import Heads
 from cuflash.distributed._share import Share
 from cuflash.distributed._traffic import Extents, checked_method, chosen
 
-#: By ``_Known.across``, at most 2: keys are gathered, the ring, groups that exchange heads.
+#: Indexed by min(across, 2): all keys are gathered, the ring, groups that exchange heads.
 _METHODS: tuple[tuple[Callable[..., Schedule], Callable[..., Schedule]], ...] = (
     (_all_gather.forward, _all_gather.backward),
     (_ring.forward, _ring.backward),
