@@ -1,6 +1,6 @@
-# All set up what they need (.venv, and the CuPy that the NVIDIA driver serves); ARGS is passed on.
+# Each target installs what it needs (.venv, and a CuPy for the NVIDIA driver) and passes ARGS on.
 # Without a GPU, tests run on every core; ARGS="-n 0 --pdb" runs them one after the other.
-# The first Python 3.11 or later that starts (tomllib came with 3.11).
+# PYTHON is the first working Python 3.11 or later (tomllib came with 3.11).
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11 python3; do \
 	$$python -c "import tomllib" 2>/dev/null && break; done; echo $$python)
 ARGS ?=

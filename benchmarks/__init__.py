@@ -1,1 +1,1 @@
-"""Benchmarks of cuflash beside its peers: part of a checkout, not of the installed package."""
+"""Benchmarks of cuflash and its peers. Part of a checkout, not of the installed package."""

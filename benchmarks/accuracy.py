@@ -1,14 +1,14 @@
 """How far is each implementation from the exact result, by dtype and by kind of input?
 
-    python benchmarks/accuracy.py                                  # what fits this machine
+    python benchmarks/accuracy.py                                  # defaults for this machine
     python benchmarks/accuracy.py --dtype bfloat16 --impl cuflash,fa2,cudnn
     python benchmarks/accuracy.py --widths --impl cuflash,naive,eff  # float32 by head size
     python benchmarks/accuracy.py --draw RESULT.json... --picture docs/accuracy.png
 
-An error is the Frobenius norm of the difference to the exact result, relative to that of the exact
-result, for out and the gradients. Exact is dense attention of the same rounded inputs in float64,
-for float64 in 80-bit long double. A result file is <device>-accuracy-<date>.json; the
-tables of docs/accuracy.md are made from it by tools/readme_tables.py.
+The error of out or of a gradient is the Frobenius norm of the difference to the exact result,
+divided by the norm of the exact result. The exact result is dense attention of the same rounded
+inputs in float64, or in 80-bit long double for float64. A result file is
+<device>-accuracy-<date>.json; tools/readme_tables.py makes tables of docs/accuracy.md from it.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from cuflash.tuning._workload import DTYPES, PASSES, PRECISIONS, Workload  # noq
 RESULTS = ROOT / "benchmarks" / "results"
 TENSORS = ("out", "dq", "dk", "dv")
 NOT_FINITE = "not finite"
-VANISHES = "vanishes"  # the exact result is smaller than one rounding of what it is a sum of
-LONG_DOUBLE_SEQLEN = 512  # it has no BLAS
+VANISHES = "vanishes"  # the exact result is smaller than one rounding of the terms it sums
+LONG_DOUBLE_SEQLEN = 512  # longest; long double has no BLAS
 
 
 def values_plus_100(rng: np.random.Generator, q: Any, k: Any, v: Any) -> families.Inputs:
-    """Values of one large mean: what is left of dout v^T less its mean has lost seven bits."""
+    """Values with a large mean: dout v^T minus its mean loses seven bits."""
     return rng.standard_normal(q), rng.standard_normal(k), 100 + rng.standard_normal(v)
 
 
-#: In the order of the tables.
+#: Families of inputs, in the order of the tables.
 FAMILIES: dict[str, Callable[..., families.Inputs]] = {
     **{
         name: families.FAMILIES[name]
@@ -66,13 +66,13 @@ SEQLENS = (128, 256, 512, 1024, 2048, 4096, 8192)
 SCALES_OF_LOGITS = (0.25, 1.0, 4.0, 16.0, 64.0, 256.0)
 HEAD_DIMS, SEQLEN_OF_HEAD_DIMS = (64, 128), 2048
 WIDTHS, SEQLEN_OF_WIDTHS = (32, 64, 96, 128, 192, 256), 512
-#: Heads of a head size's cell. Near 100 all rows of a head attend to the same one or two keys, so
-#: that the error of a head is a single draw: of two heads it is 0.1 to 4 times the bar.
+#: Number of heads in "width" cells. Near 100 all rows of a head attend to the same one or two keys,
+#: so a head is one sample: errors of two heads are 0.1 to 4 times the bar of docs/accuracy.md.
 HEADS_OF_WIDTHS = {"one_sign_near_100": 64}
 
 
 def precisions(dtype: str) -> tuple[str, ...]:
-    """What products of a dtype may be made of."""
+    """The precisions in which products of a dtype can be computed."""
     return PRECISIONS if dtype == "float32" else PRECISIONS[:1]
 
 
@@ -88,7 +88,7 @@ class Cell:
 
     @property
     def heads(self) -> int:
-        """Heads that its errors are of."""
+        """Number of heads."""
         return HEADS_OF_WIDTHS.get(self.family, 2) if self.sweep == "width" else 2
 
     def inputs(self, xp: ModuleType, work: Workload) -> tuple[Array, ...]:
@@ -102,7 +102,7 @@ class Cell:
 
 
 def cells(longest: int, head_dim: int) -> Iterator[Cell]:
-    """Every cell up to a seqlen, of a head size but where it is what varies."""
+    """Every cell up to a seqlen; ``head_dim`` is for sweeps that do not vary it."""
     for family in FAMILIES:
         yield Cell("family", family, min(1024, longest), 1.0, head_dim)
     for seqlen in SEQLENS:
@@ -123,14 +123,14 @@ def cells_of_widths(longest: int) -> Iterator[Cell]:
 
 @dataclass(frozen=True)
 class Exact:
-    """An exact result, and the size of what was summed up for it: what cancels leaves little."""
+    """Exact results, and the size of the terms of their sums: terms may cancel."""
 
     values: dict[str, Array]
     summed: dict[str, float]  # Frobenius norms of the sums of absolute values
 
 
 def exact(q: Array, k: Array, v: Array, dout: Array) -> Exact:
-    """Dense attention and its gradient in a format with at least ten bits more."""
+    """Dense attention and its gradient in a format with at least ten more bits."""
     wide: Any = np.float64
     if q.dtype == np.float64:
         q, k, v, dout = (a if isinstance(a, np.ndarray) else a.get() for a in (q, k, v, dout))
@@ -156,7 +156,7 @@ def exact(q: Array, k: Array, v: Array, dout: Array) -> Exact:
 
 
 def transposed(matrix: Array) -> Array:
-    """With its last two axes swapped."""
+    """Swap the last two axes."""
     return matrix.swapaxes(-1, -2)
 
 
@@ -166,7 +166,7 @@ def norm(array: Array) -> float:
 
 
 def relative_error(found: Array, wanted: Exact, name: str, dtype: str) -> float | str:
-    """Norm of the difference relative to that of the exact result, or why there is none."""
+    """Norm of the difference divided by that of the exact result, or the reason for none."""
     values = wanted.values[name]
     if norm(values) <= float(ml_dtypes.finfo(dtype).eps) * wanted.summed[name]:
         return VANISHES
@@ -177,14 +177,14 @@ def relative_error(found: Array, wanted: Exact, name: str, dtype: str) -> float 
 
 
 def unit_error(wanted: Exact, name: str) -> float:
-    """The relative error of a result if every element errs by a float32 unit of the largest."""
+    """The relative error if every element is off by one float32 unit of the largest element."""
     values = wanted.values[name]
     unit = float(np.spacing(np.float32(float(abs(values).max()))))
     return unit * math.sqrt(values.size) / norm(values)
 
 
 def measure(run: Run, work: Workload, cell: Cell) -> None:
-    """Add a row for each implementation that can do the cell."""
+    """Add a row for each implementation that supports the cell."""
     inputs = cell.inputs(run.xp, work)
     wanted = exact(*inputs)
     for implementation in run.implementations:
@@ -226,19 +226,19 @@ ARITHMETIC = tuple((dtype, p) for dtype in DTYPES for p in precisions(dtype))
 
 
 def shown_arithmetic(dtype: str, precision: str) -> str:
-    """How titles name it."""
+    """The name of an arithmetic in titles."""
     return dtype if precision == "ieee" else f"{dtype} by TF32"
 
 
 def computed_in(rows: Sequence[dict[str, Any]], dtype: str, precision: str) -> list[dict[str, Any]]:
-    """Rows of one arithmetic."""
+    """Rows with one dtype and precision."""
     return [row for row in rows if (row["dtype"], row["precision"]) == (dtype, precision)]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """One Markdown table: a row for each family and each head size that was measured.
+    """One Markdown table: a row for each family and each measured head size.
 
-    Errors of out, then the largest error of the gradients, by implementation.
+    The columns are errors of out, then the largest error of the gradients, by implementation.
     """
     kinds: dict[str, dict[str, dict[str, Any]]] = {family: {} for family in FAMILIES}
     for row in rows:
@@ -261,7 +261,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def largest(row: dict[str, Any] | None, tensors: Sequence[str]) -> str:
-    """The largest of some errors as a table shows it."""
+    """The largest of some errors, as text for a table."""
     if row is None:
         return ""
     errors = [row[name] for name in tensors if row[name] != VANISHES]
@@ -283,14 +283,14 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-#: The lines of panels of the picture.
+#: The rows of panels of the picture.
 DRAWN = ("float16", "bfloat16", "float32", "float64")
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw errors of out and dq against the size of logits, a line of panels for each dtype.
+    """Draw errors of out and dq against the size of logits, a row of panels for each dtype.
 
-    Of results that hold one dtype the first is drawn.
+    If several results have a dtype, the first is drawn.
     """
     import matplotlib as mpl
 
@@ -314,7 +314,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
                     )  # fmt: skip
                     if points:
                         label = name if precision == "ieee" else f"{name}, TF32"
-                        width = 4 if label == "cuflash" else 1.6  # others are seen on top of it
+                        width = 4 if label == "cuflash" else 1.6  # other lines show on top of it
                         style = "--" if precision == "tf32" else "-"
                         (drawn[label],) = axis.loglog(
                             *zip(*points, strict=True), style, color=COLOURS[name], linewidth=width

@@ -1,4 +1,4 @@
-"""How long do gradients take that include the bias's own, beside PyTorch's kernels for it?"""
+"""How long do gradients with the gradient of a bias take, compared with PyTorch's kernels?"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
 
     def workload(self) -> Workload:
-        """What a row says was measured."""
+        """The workload in the rows of results."""
         own = (self.batch, self.heads, self.heads, self.seqlen, self.seqlen)
         return Workload(*own, self.head_dim, self.head_dim, self.dtype, arrays=("bias",))
 
@@ -43,7 +43,7 @@ CASES = (
 
 
 def measure_bias_gradients(run: Run) -> None:
-    """Time the gradients of q, k, v and the bias together, in turns."""
+    """Time the gradients of q, k, v and the bias together, interleaved."""
     if run.xp is np:
         run.note("bias: it needs a GPU")
         return
@@ -78,7 +78,7 @@ def measure_bias_gradients(run: Run) -> None:
 
 
 def _call(own: Any, dtype: str, q: Array, k: Array, v: Array, bias: Array, dout: Array) -> Call:
-    """What computes (dq, dbias), and dk and dv on the way."""
+    """A call that returns (dq, dbias) and also computes dk and dv."""
     if own.name == "cuflash":
         _, pullback = cuflash.attention_vjp(q, k, v, bias=bias)
 

@@ -1,4 +1,4 @@
-"""How long does each implementation take on one shape, in turns, where it agrees with the first?"""
+"""How long does each implementation take on one shape? Interleaved, and only if results agree."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from cuflash._timing.clock import SHORT_MS, Call, DeviceClock, Measurement
 from cuflash.tuning._checking import AGREEMENT, difference
 from cuflash.tuning._workload import Workload
 
-#: Up to this length a graph is timed, however many sequences there are. (D111)
+#: Up to this length a graph is timed, for any number of sequences. (D111)
 SHORT_SEQLEN = 1024
-GRAPH_MS = 2.0  # of calls in a graph, beside which its own launch does not show
+GRAPH_MS = 2.0  # least time of the calls in a graph, so that its own launch does not matter
 NOTHING: Mapping[str, Call] = MappingProxyType({})
 
 
 @dataclass
 class Run:
-    """One benchmark run: where it measures, what it has found so far."""
+    """One benchmark run: where it measures, and its results so far."""
 
     xp: ModuleType
     clock: Any
@@ -39,7 +39,7 @@ class Run:
     progress: TextIO | None = None  # None: standard output
 
     def note(self, text: str) -> None:
-        """Keep a remark once and print it."""
+        """Keep a remark and print it, once."""
         if text not in self.notes:
             self.notes.append(text)
             print(f"note: {text}", file=self.progress, flush=True)
@@ -70,7 +70,7 @@ class Run:
         )
 
     def workloads(self, shapes: Iterable[Workload]) -> Iterator[tuple[Workload, str]]:
-        """Every shape in every dtype and pass that was asked for."""
+        """Every shape in every chosen dtype and pass."""
         for dtype in self.dtypes:
             for shape in shapes:
                 for pass_ in self.passes:
@@ -78,7 +78,7 @@ class Run:
 
 
 def free_memory(xp: ModuleType) -> None:
-    """Give the pools' unused blocks back, so that no cell runs out of memory by an earlier one."""
+    """Free the unused blocks of memory pools, so that earlier cells do not exhaust memory."""
     if xp is not np:
         xp.get_default_memory_pool().free_all_blocks()
         torch = sys.modules.get("torch")
@@ -89,7 +89,7 @@ def free_memory(xp: ModuleType) -> None:
 def prepare_all(
     run: Run, work: Workload, pass_: str, implementations: Iterable[Implementation]
 ) -> dict[str, Any]:
-    """Calls of every implementation that can do the cell and agrees with the first one."""
+    """Calls of every implementation that supports the cell and agrees with the first one."""
     inputs = work.inputs(run.xp)
     prepared: dict[str, Any] = {}
     truth = None
@@ -133,7 +133,7 @@ def time_cell(
     implementations: Sequence[Implementation],
     beside: Mapping[str, Call] = NOTHING,
 ) -> dict[str, Measurement]:
-    """Time implementations, and the calls that are named beside them, in turns."""
+    """Time implementations and the calls in ``beside``, all interleaved."""
     with run.clock.scope():
         prepared = prepare_all(run, work, pass_, implementations)
         calls = {name: candidate.calls[0] for name, candidate in prepared.items()}
@@ -154,9 +154,9 @@ def time_cell(
 def measure_short(
     run: Run, work: Workload, pass_: str, short: Mapping[Implementation, float]
 ) -> dict[str, Measurement]:
-    """Time the short calls of a cell, given about how many ms each takes, by CUDA graphs.
+    """Time the short calls of a cell with CUDA graphs; ``short`` has their approximate ms.
 
-    What cannot be captured keeps its events.
+    Calls that cannot be captured keep their times from events.
     """
     clock = run.clock
     copies = clock.copies_to_leave_l2(work.input_bytes(pass_))
@@ -179,7 +179,7 @@ def measure_short(
 
 
 def measure_shapes(shapes: Sequence[Workload]) -> Callable[[Run], None]:
-    """A set that is a list of shapes."""
+    """The function of a set that is a list of shapes."""
 
     def measure(run: Run) -> None:
         for work, pass_ in run.workloads(shapes):

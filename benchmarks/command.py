@@ -1,10 +1,10 @@
-"""How fast is cuflash, next to what a user would take instead?
+"""How fast is cuflash, compared with the alternatives?
 
 A result is <device>-<topic>-<date>.json with a Markdown table beside it:
-{"meta": {...}, "rows": [...], "notes": [...]}, where a note names what is absent, what an
-implementation refused, or memory. TFLOP/s: 2 * pairs * (head_dim + head_dim_v) a head, causal
-counted as half of all pairs, backward as 2.5 times forward. cuflash-unordered is cuflash with
-deterministic=False.
+{"meta": {...}, "rows": [...], "notes": [...]}. A note names an absent implementation, a call that
+an implementation refused, or the memory of a call. TFLOP/s count 2 * pairs * (head_dim +
+head_dim_v) operations per head, with half of all pairs if causal, and 2.5 times as many for the
+backward. cuflash-unordered is cuflash with deterministic=False.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def open_run(arguments: argparse.Namespace) -> Run:
-    """Choose device, clock and the implementations that can be had."""
+    """Choose device, clock and the available implementations."""
     cupy = None if arguments.device == "cpu" else gpu_module()
     if cupy is None and arguments.device == "gpu":
         raise SystemExit(f"bench: {no_device()}; --device cpu measures NumPy arrays")
@@ -232,7 +232,7 @@ def open_run(arguments: argparse.Namespace) -> Run:
 
 
 def measure_levels(arguments: argparse.Namespace) -> int:
-    """Levels of memory, or bytes that forwards move."""
+    """Measure levels of memory, or bytes that forwards move."""
     if arguments.device == "cpu":
         raise wrong_value("--device", "cpu", "gpu, of which --memory and --io are")
     cupy = gpu_module()
@@ -253,8 +253,8 @@ def measure_levels(arguments: argparse.Namespace) -> int:
 
 
 def rendered(result: dict[str, Any]) -> str:
-    """A result as text, whichever of the kinds it is."""
-    from benchmarks import accuracy, float8, points  # which import this module's neighbours
+    """A result of any kind as text."""
+    from benchmarks import accuracy, float8, points  # they import this module
 
     first = result["rows"][0] if result["rows"] else {}
     if "rotated" in first:
@@ -271,7 +271,7 @@ def rendered(result: dict[str, Any]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, or show what was measured."""
+    """Measure, or print a result file."""
     if arguments.render:
         result = read_result(arguments.render)
         print(json.dumps(result) if arguments.json else rendered(result), end="")
@@ -288,12 +288,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def command_line() -> str:
-    """What a result says was run."""
+    """The command that a result records."""
     return f"python -m cuflash {' '.join(sys.argv[1:])}"
 
 
 def measure_sets(arguments: argparse.Namespace) -> int:
-    """Measure sets of shapes; print what was found, and write it where asked."""
+    """Measure sets of shapes, print the result, and write it to ``--out``."""
     run = open_run(arguments)
     sets = arguments.set or ["cpu" if run.xp is np else "portable"]
     meta = describe_machine(run.xp, run.clock.device_name, command_line())

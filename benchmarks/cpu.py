@@ -3,10 +3,10 @@
     python benchmarks/cpu.py                                 # all cells, 1 thread and 2
     python benchmarks/cpu.py --threads 1 --head-dim 64 --seqlen 2048
 
-Batch 1, 8 heads, float32. Dense NumPy and a product of two matrices of 1024 x 1024 (sgemm) run in
-turns with cuflash, each three times in a row, and have their best times. One thread is timed by its
-own clock, which stands still while others have the core; several by the clock on the wall. The
-dense gradient is given the probabilities that its forward kept. The result is
+Batch 1, 8 heads, float32. cuflash, dense NumPy and a product of two 1024 x 1024 matrices (sgemm)
+run interleaved, each three times in a row; best times count. One thread is timed by its thread
+clock, which stops while others use the core; several threads by wall time. The dense gradient
+receives the probabilities that its forward kept. The result is
 benchmarks/results/cpu-dense-<date>.json.
 """
 
@@ -34,9 +34,9 @@ from benchmarks.peers import naive_backward, naive_forward  # noqa: E402
 
 HEADS = 8
 SGEMM = 1024
-IN_A_ROW = 3  # the first finds the caches full of another's arrays
+IN_A_ROW = 3  # in the first, caches hold arrays of another call
 PASSES = ("fwd", "bwd", "fwd+bwd")
-#: Products of two matrices, in multiples of the forward's two, that a gradient is counted as.
+#: Operations of each pass, as a multiple of the forward's.
 FLOPS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 
 Call = Callable[[], Any]
@@ -72,7 +72,7 @@ def calls(seqlen: int, head_dim: int, causal: bool) -> dict[tuple[str, str], Cal
 
 
 def best_times(timed: dict[Any, Call], clock: Callable[[], float], budget_s: float) -> Any:
-    """Best seconds of each call, taken in turns, after one turn that is not counted."""
+    """Best seconds of each call, interleaved, after one warm-up round."""
     best = dict.fromkeys(timed, float("inf"))
     for call in timed.values():
         call()
@@ -89,7 +89,7 @@ def best_times(timed: dict[Any, Call], clock: Callable[[], float], budget_s: flo
 
 
 def measure(seqlen: int, head_dim: int, causal: bool, threads: int, budget_s: float) -> Any:
-    """One row for each pass."""
+    """Measure one cell; return a row for each pass."""
     a = np.random.default_rng(0).standard_normal((SGEMM, SGEMM), dtype=np.float32)
     product = np.empty_like(a)
     timed: dict[Any, Call] = {"sgemm": lambda: np.matmul(a, a, out=product)}
@@ -111,7 +111,7 @@ def measure(seqlen: int, head_dim: int, causal: bool, threads: int, budget_s: fl
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Dense time over cuflash's, and the share of sgemm's speed, by cell."""
+    """Dense time divided by cuflash's, and cuflash's share of sgemm's speed, by cell."""
     lines: list[tuple[str, ...]] = [
         ("threads", "mask", "head_dim", "seqlen", *PASSES, "fwd of sgemm", "bwd of sgemm")
     ]

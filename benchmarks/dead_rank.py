@@ -1,12 +1,12 @@
-"""How soon do the other ranks learn that one has died, and do their devices compute again?
+"""How soon do the other ranks learn that one has died, and do their devices still work?
 
     python benchmarks/dead_rank.py --ranks 4                                 # a GPU each, over NCCL
     python benchmarks/dead_rank.py --ranks 4 --transport host --tokens 32    # no GPU
 
-Starts a process for each rank. All compute ring attention again and again; the last rank kills
-itself before its third call. Every other rank tells which rank the error named, after how many
-seconds, and how long a call on its own device took then. The figures go into the file of
-`scale_out.py`. Exit status 0: every survivor named the right rank.
+Starts a process for each rank. All repeat ring attention; the last rank kills itself before its
+third call. Every other rank reports which rank the error named, after how many seconds, and how
+long a call on its own device took afterwards. The figures go into the file of `scale_out.py`. Exit
+status 0: every survivor named the right rank.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from cuflash import distributed  # noqa: E402
 from cuflash.distributed._launchers import free_port  # noqa: E402
 
 HEADS, HEAD_DIM, CALLS = 8, 64, 10_000
-LEAST_SECONDS = 120.0  # until processes are there
+LEAST_SECONDS = 120.0  # limit for each process, which includes its start
 
 
 def one_rank(arguments: argparse.Namespace) -> int:
-    """Compute until a rank dies; print what the error told."""
+    """Compute until a rank dies; print what the error reported."""
     rank, size = arguments.rank, arguments.ranks
     comm: Any = distributed.connect(
         rank, size, address=arguments.address, transport=arguments.transport, op_timeout=60.0
@@ -68,7 +68,7 @@ def one_rank(arguments: argparse.Namespace) -> int:
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start all ranks and gather what they print."""
+    """Start all ranks and collect what they print."""
     environment = os.environ | {"CUFLASH_SECRET": secrets.token_hex()}
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, __file__, "--ranks", str(arguments.ranks), "--address", address]
@@ -100,7 +100,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One rank, or all of them; 0: the rank that died was named by all others."""
+    """Run one rank, or all of them; 0 if all survivors named the rank that died."""
     parser = argparse.ArgumentParser(description="What survivors of a dead rank see.")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--transport", choices=("nccl", "host"), default="nccl")

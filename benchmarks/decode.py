@@ -1,7 +1,7 @@
-"""How near does a forward of few queries come to the time that a copy of its keys would take?
+"""How close does a forward with few queries come to the time of copying its keys?
 
-Each shape is timed in turns with a copy of 1 GiB in device memory. Keys in pages, and sequences
-whose lengths lie on the device, are calls of cuflash beside keys in order.
+Each shape is timed interleaved with a copy of 1 GiB in device memory. Keys in pages, and sequences
+with lengths on the device, are compared with calls of cuflash on contiguous keys ("in order").
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cuflash.tuning import Workload
 from cuflash.tuning._workload import DTYPES
 
 Array = Any
-#: batch, query heads, heads of keys, queries, keys
+#: batch, query heads, key/value heads, queries, keys
 GENERATED = (
     (16, 32, 8, 1, 8192),
     (64, 32, 8, 1, 4096),
@@ -32,7 +32,7 @@ GENERATED = (
     (1, 32, 8, 1, 131_072),
     (1, 32, 8, 4, 131_072),
 )
-#: Queries over many keys, as of a Perceiver, of which a tile has more than few.
+#: Cross-attention over many keys, as in a Perceiver, with more queries than "few".
 CROSS = ((1, 8, 8, 512, 50_000), (1, 8, 8, 77, 4096))
 STEP = Workload(1, 8, 8, 1, 512, 64, 64, "bfloat16")
 SHAPES = [
@@ -40,7 +40,7 @@ SHAPES = [
     *(Workload(*shape, 64, 64, "bfloat16") for shape in CROSS),
     *(Workload(*shape, d, d, "bfloat16") for d in (64, 128, 256) for shape in GENERATED),
 ]
-#: Shapes whose keys lie in pages too, and in pages of how many.
+#: Shapes that are also measured with keys in pages, and the page sizes.
 PAGED = [
     (Workload(*GENERATED[0], 128, 128, "bfloat16"), (16, 1, 64, 256)),
     *((Workload(*s, d, d, "bfloat16"), (16,)) for d in (64, 256) for s in GENERATED[:2]),
@@ -49,7 +49,7 @@ PAGED = [
     (STEP, (16,)),
     (Workload(4, 8, 8, 2048, 2048, 64, 64, "bfloat16", causal=True), (16,)),
 ]
-SHORTEST = 17  # of sequences whose lengths differ, up to all keys
+SHORTEST = 17  # the shortest of sequences with different lengths
 RAGGED = Workload(16, 32, 8, 1, 100_000, 128, 128, "bfloat16")
 PACKED = Workload(32, 8, 8, 1, 100_000, 128, 128, "bfloat16")
 COPIED_BYTES = 1 << 30
@@ -58,7 +58,7 @@ SHOWN_PAGES = "pages of 16"
 
 
 class InOrder(Cuflash):
-    """Keys in order; where ``lengths`` are given, they lie on the device."""
+    """Contiguous keys, with ``lengths`` (if given) as an array on the device."""
 
     name = "in order"
 
@@ -81,7 +81,7 @@ class InOrder(Cuflash):
 
 
 class InPages(InOrder):
-    """Keys in pages that lie in no order, with lengths on the device."""
+    """Keys in pages in random order, with lengths on the device."""
 
     def __init__(self, page_size: int, lengths: Sequence[int] = ()) -> None:
         super().__init__(lengths)
@@ -106,7 +106,7 @@ class InPages(InOrder):
         return make
 
     def _in_pages(self, rows: Array) -> Array:
-        """(batch, heads, keys, d) as pages in order, in bits."""
+        """(batch, heads, keys, d) as pages in order, viewed as unsigned integers."""
         batch, heads, keys, d = rows.shape
         if keys % self.page_size:
             raise Unsupported(f"{keys} keys are no whole pages of {self.page_size}")
@@ -115,7 +115,7 @@ class InPages(InOrder):
 
 
 class Packed(Cuflash):
-    """The keys that count, one sequence behind the other, and the queries of each."""
+    """Packed sequences: only keys within the lengths, and the queries of each sequence."""
 
     name = "packed"
 
@@ -150,7 +150,7 @@ class Packed(Cuflash):
 
 
 def measure_decode(run: Run) -> None:
-    """Measure every shape; note how its bytes over time compare with a copy's."""
+    """Measure every shape; note its bytes per time relative to a copy's."""
     copy = {COPY: copier(run.xp, run.clock)}
     for dtype in run.dtypes:
         for work in SHAPES:
@@ -171,7 +171,7 @@ def _measure_keys(
     run: Run, work: Workload, among: Sequence[Implementation], beside: dict[str, Call],
     lengths: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """Time calls of cuflash whose keys lie in different ways; the first has them in order."""
+    """Time calls of cuflash with different layouts of keys; the first is contiguous."""
     found = time_cell(run, work, "fwd", among, beside)
     moved = work.input_bytes("fwd")
     if lengths:
@@ -191,20 +191,20 @@ def _measure_keys(
 
 
 def note_share(run: Run, words: str, moved: int, ms: float, copied: Measurement) -> None:
-    """Note how many bytes per time a call moves, beside a copy that was timed in turns with it."""
+    """Note how many bytes per time a call moves, relative to the interleaved copy."""
     bytes_per_ms = 2 * COPIED_BYTES / copied.ms
     share = moved / ms / bytes_per_ms
     run.note(f"{share:.2f} of a copy's {bytes_per_ms / 1e9:.2f} TB/s: {words}")
 
 
 def lengths_up_to(longest: int, count: int) -> tuple[int, ...]:
-    """So many lengths, evenly apart, and not sorted."""
+    """``count`` evenly spaced lengths in random order."""
     found = np.linspace(min(SHORTEST, longest), longest, count).astype(int)
     return tuple(np.random.default_rng(0).permutation(found).tolist())
 
 
 def copier(xp: ModuleType, clock: Any) -> Call:
-    """What copies 1 GiB within device memory, or the host's."""
+    """A call that copies 1 GiB within device memory, or host memory."""
     source, target = xp.zeros(COPIED_BYTES, "u1"), xp.empty(COPIED_BYTES, "u1")
     if xp is np:
         return functools.partial(np.copyto, target, source)
@@ -213,7 +213,7 @@ def copier(xp: ModuleType, clock: Any) -> Call:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The time of each shape beside a copy, peers and keys in pages of 16."""
+    """A table with the time of each shape, of a copy, of peers, and with keys in pages of 16."""
     shares = {
         words: share
         for note in result["notes"]

@@ -1,4 +1,4 @@
-"""Which shapes does no table of tiles know, and how fast are they beside other libraries?
+"""How fast are shapes for which no tiles were tuned, compared with other libraries?
 
     python -m cuflash bench --topic everyday --set everyday,bias
 
@@ -26,7 +26,7 @@ def _shape(
     return Workload(batch, *heads, *seqlen, head_dim, v or head_dim, "bfloat16", causal=causal)
 
 
-#: Shapes that no tile was tuned for, one or a few of each kind that users bring.
+#: Shapes for which no tile was tuned, one or a few of each kind that users have.
 EVERYDAY = {
     "head sizes 16 to 224": [
         *(_shape(4, 2048 // d, 4096, d) for d in (16, 32, 40, 48, 72, 80, 112, 160, 224)),
@@ -60,7 +60,7 @@ EVERYDAY = {
     ],
 }  # fmt: skip
 BIASES = "a bias and its gradient"
-#: What is compared: a pass of one of our implementations.
+#: The compared passes and variants of cuflash, by column title.
 COMPARED = {
     "forward": ("fwd", "cuflash"),
     "gradient in order": ("bwd", "cuflash"),
@@ -72,7 +72,7 @@ def markdown(result: dict[str, Any]) -> str:
     """Speed relative to the fastest peer: by kind of shape, and in each cell below 1."""
     times: dict[tuple[Workload, str], dict[str, float]] = defaultdict(dict)
     for row in result["rows"]:
-        shape = replace(workload_of(row), deterministic=True)  # one cell for all
+        shape = replace(workload_of(row), deterministic=True)  # one cell for both orders
         times[shape, row["pass"]][row["impl"]] = row["ms"]
     kinds = {shape: kind for kind, shapes in EVERYDAY.items() for shape in shapes}
     ratios: dict[str, dict[tuple[str, str], list[float]]] = {

@@ -1,10 +1,11 @@
-"""What is left of float32 attention if its products are made of narrower factors?
+"""How exact is float32 attention if its products are computed from narrower factors?
 
     python benchmarks/factors.py
 
-Emulated in NumPy, no GPU: each factor is a sum of parts that a tensor core takes, products of small
-parts are left out, and everything else is exact (float64). Prints the tables of docs/accuracy.md:
-errors of out by kind of factor, and of exponents formed by one multiply-add, by two, and exactly.
+Emulated in NumPy without a GPU: each factor is a sum of parts in a format of tensor cores, products
+of two small parts are left out, and everything else is exact (float64). Prints the tables of
+docs/accuracy.md: errors of out by kind of factor, and by computation of exponents (with one
+multiply-add, with two, and exactly).
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ import numpy as np
 
 SEQLEN, HEAD_DIM = 2048, 64
 LEAST_HALF, NORMAL_HALF, MOST_HALF = 2.0**-24, 2.0**-14, 65504.0
-FITTING = 15  # numbers below 2^15 fit float16 after rounding as well
+FITTING = 15  # numbers below 2^15 fit into float16 even after rounding
 
 Matrix = Any
 
 
 @dataclass(frozen=True)
 class Factors:
-    """A factor as the sum of ``parts`` numbers of ``bits`` significant bits."""
+    """A factor that is the sum of ``parts`` numbers of ``bits`` significant bits."""
 
     name: str
     bits: int
     parts: int
-    half: bool = False  # do they have the range of float16?
-    lift: float = 1.0  # each part is kept times this power of the one before
-    scaled: bool = False  # is what one sum takes from an operand scaled by a power of 2 to fit?
+    half: bool = False  # whether parts have the range of float16
+    lift: float = 1.0  # part i is stored times lift**i
+    scaled: bool = False  # whether rows are scaled by powers of 2 to fit the range
 
     def split(self, x: Matrix) -> list[Matrix]:
-        """The parts, the largest first, in float64."""
+        """The parts in float64, the largest first."""
         rest, found = x.astype(np.float64), []
         for number in range(self.parts):
             scale = self.lift**number
@@ -44,7 +45,7 @@ class Factors:
         return found
 
     def fitted(self, x: Matrix) -> list[Matrix]:
-        """The parts of rows, which are scaled for that if need be."""
+        """The parts of a matrix, whose rows are scaled before and after if ``scaled``."""
         if not self.scaled:
             return self.split(x)
         _, exponents = np.frexp(abs(x.astype(np.float64)).max(axis=1, keepdims=True))
@@ -71,13 +72,13 @@ FACTORS = (
 
 
 def significant(x: Matrix, bits: int) -> Matrix:
-    """Round to so many significant bits."""
+    """Round to a number of significant bits."""
     mantissa, exponent = np.frexp(x)
     return np.ldexp(np.round(np.ldexp(mantissa, bits)), exponent - bits)
 
 
 def in_range_of_half(x: Matrix) -> Matrix:
-    """Within the range of float16: below its normal numbers there are steps."""
+    """Round to the range of float16, with fixed steps below its normal numbers."""
     steps = np.round(x / LEAST_HALF) * LEAST_HALF
     return np.clip(np.where(abs(x) < NORMAL_HALF, steps, x), -MOST_HALF, MOST_HALF)
 
@@ -98,7 +99,7 @@ def families() -> dict[str, tuple[Matrix, Matrix, Matrix]]:
 
 
 def attention(q: Matrix, k: Matrix, v: Matrix, factors: Factors | None) -> Matrix:
-    """Attention with products of such factors; exact without."""
+    """Attention with products of these factors; exact if None."""
     multiplied = np.matmul if factors is None else factors.product
     wide = (a.astype(np.float64) for a in (q, k, v))
     q, k, v = wide if factors is None else (q, k, v)
@@ -120,7 +121,7 @@ def errors_by_factors(q: Matrix, k: Matrix, v: Matrix) -> dict[str, tuple[float,
 
 
 def errors_by_exponents(q: Matrix, k: Matrix, v: Matrix) -> dict[str, float]:
-    """Relative error of out, of scores that were rounded once, by how exponents are formed."""
+    """Relative error of out by computation of exponents, from scores that were rounded once."""
     factor = np.log2(np.e) / np.sqrt(HEAD_DIM)
     high = np.float32(factor)
     low = np.float32(factor - np.float64(high))
@@ -143,7 +144,7 @@ def errors_by_exponents(q: Matrix, k: Matrix, v: Matrix) -> dict[str, float]:
 
 
 def of_exponents(exponents: Matrix, v: Matrix) -> Matrix:
-    """Out from scores in units of log 2."""
+    """The output from scores in units of log 2."""
     wide = exponents.astype(np.float64)
     p = np.exp2(wide - wide.max(axis=1, keepdims=True))
     return p @ v.astype(np.float64) / p.sum(axis=1, keepdims=True)

@@ -1,8 +1,9 @@
-"""What does a fresh process wait for: importing the library, its first call, its second?
+"""How long do the import of the library, its first call and its second call take?
 
-Run by overhead.py in a process of its own; prints one JSON object, milliseconds by name. The first
-call is timed from where its arrays lie on the device, so that CuPy is imported and CUDA's context
-exists, until the device has finished; what cuflash imports, looks up, compiles or loads is in it.
+overhead.py runs this in a process of its own; it prints one JSON object, milliseconds by name. The
+arrays of the first call are on the device before its time begins, so CuPy is imported and CUDA's
+context exists. The time ends when the device has finished, and includes everything that cuflash
+imports, looks up, compiles or loads.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np  # imported first: what counts is the time on top of NumPy
+import numpy as np  # imported first: its time is not part of the import of cuflash
 
 start = time.perf_counter()
 import cuflash  # noqa: E402

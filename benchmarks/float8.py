@@ -1,8 +1,8 @@
-"""How far are results of 8-bit operands from exact ones, by how the operands were quantised?
+"""How far are results of 8-bit operands from exact ones, for each way to quantise the operands?
 
     python benchmarks/float8.py --out benchmarks/results
 
-No GPU: what the kernel does is emulated (``tests/support/float8_kernel.py``). Exact is dense
+Needs no GPU: the kernel is emulated (``tests/support/float8_kernel.py``). The exact result is dense
 attention in float64 of the numbers before they were quantised. A result file is
 cpu-float8-<date>.json; tools/readme_tables.py makes tables of docs/accuracy.md from it, and
 tools/draw_pictures.py a picture.
@@ -38,7 +38,7 @@ SHOWN = (
 )  # fmt: skip
 DEQUANTISED = "dequantised to bfloat16"
 KERNEL, ONE_LEVEL = "e4m3 kernel", "e4m3 kernel, sums in tensor cores"
-#: Of a table: what attends, and whether q and k were turned before they were quantised.
+#: Columns of a table: the computation, and whether q and k were rotated before quantisation.
 METHODS = {
     "bfloat16": ("bfloat16", False),
     DEQUANTISED: (DEQUANTISED, False),
@@ -63,7 +63,7 @@ def attended(how: str, inputs: Sequence[Array], turned: bool) -> Array:
 
 
 def errors(found: Array, exact: Array) -> dict[str, float]:
-    """Relative to the exact result by Frobenius norms, and the root mean square itself."""
+    """The relative error by Frobenius norms, and the root mean square of the error."""
     off = found.astype(np.float64) - exact
     relative = np.linalg.norm(off) / np.linalg.norm(exact)
     return {"out": float(relative), "rmse": float(np.sqrt((off**2).mean()))}
@@ -103,7 +103,7 @@ def measured() -> list[dict[str, Any]]:
 
 
 def by_cell(result: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Rows by what they are of."""
+    """Rows by cell."""
     names = ("sweep", "family", "seqlen", "how", "rotated")
     return {tuple(row[name] for name in names): row for row in result["rows"]}
 

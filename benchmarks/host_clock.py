@@ -11,17 +11,17 @@ from contextlib import contextmanager
 
 from cuflash._timing.clock import Call, Measurement, medians
 
-WARM_UP_S = 0.3  # the CPU leaves its sleep, and speeds up, while it works (D113)
+WARM_UP_S = 0.3  # the CPU wakes up and raises its clock while it works (D113)
 
 
 class HostClock:
-    """Times calls that are over when they return: the NumPy path."""
+    """Times synchronous calls: the NumPy path."""
 
     device_name = "cpu"
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Nothing to set up."""
+        """A context without effect, for the interface of DeviceClock."""
         yield
 
     def once(self, call: Call) -> float:
@@ -47,9 +47,9 @@ def host_microseconds(
 ) -> float:
     """Host time of a call that only enqueues, in microseconds.
 
-    It is the median of the batches of the quietest window: who else has the processor can only
-    add, for seconds at a time. ``calls`` are taken in turns. The queue is emptied between batches,
-    so that the host never waits for the device while the clock runs.
+    It is the median of batches in the fastest window: other programs on the processor can only add
+    time, for seconds at a stretch. ``calls`` are used in rotation. The queue is emptied between
+    batches, so that the host never waits for the device while the clock runs.
     """
     turns = itertools.cycle(calls)
 

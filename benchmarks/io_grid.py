@@ -1,4 +1,4 @@
-"""Which bytes do forwards of several lengths and tiles move, by the model and by the device?"""
+"""How many bytes do forwards of several lengths and tiles move, by the model and by counters?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cuflash.tuning._workload import Workload
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
 _WORK = Workload(1, 16, 16, 1024, 1024, 128, 128, "bfloat16")
-#: Rows of queries for each kernel; other parameters are such that shared memory holds the tile.
+#: Tiles for each kernel; other parameters are chosen so that the tile fits into shared memory.
 _TILES: dict[str, tuple[dict[str, int], ...]] = {
     "forward_sm90": ({}, {"block_m": 192, "block_n": 80}),
     "forward_sm80": ({"block_m": 32, "num_warps": 2}, {"block_m": 64}, {"block_m": 128}),
@@ -23,7 +23,7 @@ _TILES: dict[str, tuple[dict[str, int], ...]] = {
 
 
 def rows(*, causal: bool = False) -> list[dict[str, Any]]:
-    """One row for each length and tile; measured where there is a device and a profiler."""
+    """One row for each length and tile; on a device with ncu's counters."""
     hardware = present()
     planned = hardware or typical("sm_90")
     cells = [
@@ -40,7 +40,7 @@ def rows(*, causal: bool = False) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """What the model predicts, and shares of it that were counted, in lines."""
+    """Lines with the predictions of the model, and counters relative to them."""
     lines = [
         f"{'seqlen':>6}  {'kernel':<13} {'tile':<9} {'from L2':>12}  counted / model: "
         f"{', '.join(io_model.PREDICTED)}"

@@ -1,4 +1,4 @@
-"""Which device, driver and state of the sources was measured?"""
+"""On which device, driver and state of the sources was a measurement made?"""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 from cuflash._jit import source
 from cuflash._timing.machine import read_clocks, versions
 
-#: What the result of a benchmark says of where it was measured.
+#: Entries of a result that describe where and how it was measured.
 META_KEYS = ("device", "driver", "cupy", "nvrtc", "clocks", "date", "commit", "command")
 
 
 def commit() -> str:
-    """The commit that was measured, marked where files differ; without git, the kernels' digest."""
+    """The commit, marked if files differ from it; without git, the digest of the kernels."""
     git = ("git", "-C", str(Path(__file__).resolve().parents[1]))
     try:
         head = subprocess.run(
@@ -34,14 +34,14 @@ def commit() -> str:
 
 
 def short_commit(commit: str) -> str:
-    """What was measured, shortened: a commit, or the digest of the sources where git was absent."""
+    """Short form of :func:`commit`: a commit, or a digest of the sources if git was absent."""
     kind, _, digest = commit.rpartition(" ")
     changed = " and changes" if digest.endswith("-dirty") else ""
     return f"{kind or 'commit'} {digest[:9]}{changed}"
 
 
 def describe_machine(xp: ModuleType, device_name: str, command: str) -> dict[str, Any]:
-    """The meta part of a result."""
+    """The "meta" part of a result."""
     meta: dict[str, Any] = dict.fromkeys(META_KEYS)
     meta |= {"device": device_name, "command": command, "commit": commit()}
     meta["date"] = dt.datetime.now(dt.UTC).date().isoformat()
@@ -51,7 +51,7 @@ def describe_machine(xp: ModuleType, device_name: str, command: str) -> dict[str
 
 
 def gpu_module() -> ModuleType | None:
-    """CuPy, where it has a device."""
+    """CuPy, or None if there is no CuPy or no device."""
     try:
         import cupy
 

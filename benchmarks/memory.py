@@ -15,10 +15,10 @@ from cuflash._timing.clock import DeviceClock
 _SOURCES = Path(__file__).with_name("memory_cu")
 _ROUNDS = 15
 _THREADS = 512
-_AT_ONCE = 4  # vectors of a thread
+_AT_ONCE = 4  # vectors that a thread moves together
 _BLOCKS_A_PROCESSOR = 4
 _SHARED_BLOCKS, _SHARED_THREADS, _SHARED_REPEATS = 2, 1024, 2000
-_SHARED_BYTES = 16 * 16  # of a thread in one repeat
+_SHARED_BYTES = 16 * 16  # read by a thread in one repeat
 _LINE_WORDS = 32  # 128 bytes: no two reads of a chain share a line
 _STEPS = 4000
 
@@ -29,11 +29,11 @@ class Level(NamedTuple):
     name: str
     value: float
     unit: str
-    sheet: float | None = None  # the data sheet's, where it says one
+    sheet: float | None = None  # value of the data sheet, if it has one
 
 
 def measure() -> list[Level]:
-    """Every level of the current device; a RuntimeError where there is none."""
+    """Measure every level of the current device; RuntimeError without a device."""
     hardware = present()
     if hardware is None:
         raise RuntimeError("bench --memory: no NVIDIA device can be used")
@@ -67,11 +67,11 @@ class _Bench:
         return lambda grid, block, *given: kernel((grid,), (block,), given)
 
     def _whole_rounds(self, size: int) -> int:
-        """The bytes below ``size`` of which every thread moves as many: see ``read.cu``."""
+        """``size`` rounded down so that all threads move equally many bytes: see ``read.cu``."""
         return size // self._round * self._round
 
     def device_memory(self) -> list[Level]:
-        """Read, write and copy arrays of a GiB, none of which lies in L2."""
+        """Read, write and copy arrays of 1 GiB, of which nothing is in L2."""
         cupy = self.cupy
         size = self._whole_rounds(1 << 30)
         source, target = cupy.ones(size, cupy.uint8), cupy.empty(size, cupy.uint8)
@@ -95,7 +95,7 @@ class _Bench:
         ]
 
     def l2(self) -> list[Level]:
-        """Read a quarter of L2, or what all threads read at once, again and again."""
+        """Repeatedly read a quarter of L2, or one round of all threads if that is more."""
         size, repeats = max(self._whole_rounds(self.hardware.l2_bytes // 4), self._round), 40
         source = self.cupy.ones(size, self.cupy.uint8)
         read = self._kernel("read")
@@ -119,7 +119,7 @@ class _Bench:
         return [Level("shared memory read", moved / ms / 1e6, "GB/s")]
 
     def latencies(self) -> list[Level]:
-        """One thread, one access after another: in L2, and where L2 does not reach."""
+        """Dependent accesses of one thread: within L2, and in an array too large for L2."""
         found = []
         for level, size in (
             ("L2", self.hardware.l2_bytes // 8),
@@ -144,17 +144,17 @@ class _Bench:
         return Level(f"{level} {way} latency", 1e6 * (long - short) / (2 * _STEPS), "ns")
 
     def _chain(self, words: int) -> Any:
-        """Where to read next: every line once, in no order, and round again."""
+        """Indices of a cycle in random order that reads every cache line once."""
         lines = words // _LINE_WORDS
         order = np.random.default_rng(0).permutation(lines)
-        order = np.roll(order, -int(np.flatnonzero(order == 0)[0]))  # it starts at word 0
+        order = np.roll(order, -int(np.flatnonzero(order == 0)[0]))  # the cycle starts at word 0
         following = np.zeros(words, np.int32)
         following[order * _LINE_WORDS] = np.roll(order, -1) * _LINE_WORDS
         return self.cupy.asarray(following)
 
 
 def table(levels: list[Level]) -> str:
-    """What was measured, in lines."""
+    """The measurements as lines."""
     lines = []
     for level in levels:
         share = ""

@@ -1,6 +1,6 @@
-"""Which pictures explain the method: how scores are tiled, and what that saves?
+"""Pictures that explain the method: how scores are tiled, and what that saves.
 
-Every function returns a figure of matplotlib; ``docs/method.md`` shows them.
+Each picture is returned as a matplotlib figure; ``docs/method.md`` shows them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ LONGEST = 32_768
 
 
 def tiling(rows: int = 8, block_m: int = 4, block_n: int = 4, head_dim: int = 4) -> Figure:
-    """Draw which blocks of q, k, v and out one tile of scores belongs to, and where they lie."""
+    """Draw which blocks of q, k, v and out one tile of scores belongs to."""
     figure = new_figure(7.2, 6.6)
     axes = figure.add_subplot()
-    left, top = 0.0, 0.0  # of the scores; y grows downwards
+    left, top = 0.0, 0.0  # corner of the scores; y grows downwards
     gap = 1.1
     places = {
         "q": (left - gap - head_dim, top, head_dim, rows),
@@ -41,7 +41,7 @@ def tiling(rows: int = 8, block_m: int = 4, block_n: int = 4, head_dim: int = 4)
         "out": (0, block_m, head_dim, block_m),
     }
     for name, (x, y, width, height) in places.items():
-        dashed = "--" if name == "scores" else "-"  # never in memory as a whole
+        dashed = "--" if name == "scores" else "-"  # dashed: never in memory as a whole
         _cells(axes, x, y, width, height, "white", dashed)
         dx, dy, w, h = chosen[name]
         _cells(axes, x + dx, y + dy, w, h, _MARKED if name == "scores" else "#9fc9e6", "-")
@@ -82,15 +82,15 @@ def _cells(
 
 
 def costs(moved: Mapping[str, Any], held: Mapping[str, Any]) -> Figure:
-    """FLOP, bytes moved, FLOP per byte and memory held, against length.
+    """Draw FLOP, bytes moved, FLOP per byte and memory held, against length.
 
     ``moved`` is a result of ``bench --io``, ``held`` one of ``bench --set memory``. Lines of bytes
-    are the IO model and marks what was counted; memory is extended to :data:`LONGEST` positions by
-    the polynomial through its marks.
+    are the IO model and marks are counters. Memory is extrapolated to :data:`LONGEST` positions by
+    a polynomial through its marks.
     """
     rows = [row for row in moved["rows"] if row["kernel"] == "forward_sm90"]
     rows = [row for row in rows if row["block_m"] == rows[0]["block_m"]]
-    heads, head_dim = 16, 128  # of benchmarks/io_grid.py
+    heads, head_dim = 16, 128  # as in benchmarks/io_grid.py
     lengths = np.array([row["seqlen"] for row in rows])
     flop = 4.0 * heads * head_dim * lengths**2
     fused = np.array([row["read_once"] + row["stored"] for row in rows], float)
@@ -143,7 +143,7 @@ def costs(moved: Mapping[str, Any], held: Mapping[str, Any]) -> Figure:
 
 
 def _memory(axes: Any, held: Mapping[str, Any], heads: int) -> None:
-    """What forward and gradient hold with their inputs: marks counted, lines through them."""
+    """Draw the memory of forward and gradient with inputs: measured marks, and fitted lines."""
     for impl, colour, name in (("naive", UNFUSED, "unfused"), ("cuflash", FUSED, "cuflash")):
         lengths, counted = held_bytes(held["memory"], impl, heads)
         reach = np.geomspace(1024, LONGEST, 40)
@@ -159,7 +159,7 @@ def _memory(axes: Any, held: Mapping[str, Any], heads: int) -> None:
 def held_bytes(
     rows: Sequence[Mapping[str, Any]], impl: str, heads: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths, and bytes that one sequence of ``heads`` heads takes, with q, k, v and dout."""
+    """Lengths, and bytes of one sequence of ``heads`` heads with q, k, v and dout."""
     own = [row for row in rows if (row["impl"], row["pass"]) == (impl, "bwd")]
     lengths = np.array([row["seqlen_q"] for row in own], float)
     share = np.array([heads / (row["batch"] * row["heads_q"]) for row in own])
@@ -168,7 +168,7 @@ def held_bytes(
 
 
 def at_lengths(lengths: np.ndarray, counted: np.ndarray, reach: Any) -> np.ndarray:
-    """The polynomial of squares and lengths through what was counted, at other lengths."""
+    """Bytes at other lengths, by a polynomial a n^2 + b n fitted to the counted bytes."""
     terms = np.stack([lengths**2, lengths], axis=-1) / counted[:, None]  # relative residuals
     factors = np.linalg.lstsq(terms, np.ones(len(lengths)), rcond=None)[0]
     reach = np.asarray(reach, float)
@@ -184,7 +184,7 @@ def end_of_card(rows: Sequence[Mapping[str, Any]], heads: int, impl: str = "naiv
 def _label(
     axes: Any, x: Any, y: Any, text: str, colour: str, shift: tuple[int, int], side: str, at: int
 ) -> None:
-    """Name a line beside one of its points."""
+    """Write the name of a line beside one of its points."""
     axes.annotate(
         text, (x[at], y[at]), shift, textcoords="offset points", ha=side, va="center",
         color=colour, fontsize=11,

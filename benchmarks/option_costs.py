@@ -13,7 +13,7 @@ from benchmarks.shapes import square
 from cuflash.tuning import Workload
 
 PLAIN = square(1, 16, 4096, 128, False)
-#: What differs from the plain call.
+#: Changes to the plain call, by name.
 CHANGES: dict[str, dict[str, Any]] = {
     "none": {},
     "causal": {"causal": True},
@@ -28,7 +28,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def measure_options(run: Run) -> None:
-    """Time cuflash with no option and with each, in turns."""
+    """Time cuflash without options and with each option, interleaved."""
     if run.xp is np:
         run.note("options: it needs a GPU")
         return

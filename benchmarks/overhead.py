@@ -1,4 +1,4 @@
-"""What does a call cost beside the device: host time, the first call, memory?"""
+"""What does a call cost apart from device time: host time, the first call, memory?"""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from cuflash._timing.clock import Measurement
 from cuflash.tuning import Workload
 
 SMALL = Workload(1, 8, 8, 128, 128, 64, 64, "bfloat16")
-#: Processes that find their kernels in the store: a median and the slowest say more than the best.
+#: Processes with cached kernels; their median and their slowest are reported.
 WARM_PROCESSES = 7
 CPU_SHAPES = [square(1, 8, n, 64, causal) for n in (1024, 2048) for causal in (False, True)]
 
 
 def measure_host(run: Run) -> None:
-    """Host time of a call that only enqueues; arrays known to the library, and new ones."""
+    """Host time of a call that only enqueues, with arrays seen before and with new arrays."""
     if run.xp is np:
         run.note("host: it needs a GPU; on NumPy arrays the call is the computation")
         return
@@ -55,7 +55,7 @@ def measure_host(run: Run) -> None:
 def host_calls(
     implementation: Implementation, work: Workload, pass_: str, inputs: Sequence[tuple[Any, ...]]
 ) -> list[Callable[[], Any]]:
-    """The call as a user writes it, results allocated by the library."""
+    """The call as a user writes it; the library allocates the results."""
     if implementation.name != "cuflash":
         return implementation.prepare(work, pass_, inputs).calls
     import cuflash
@@ -99,7 +99,7 @@ def measure_first_calls(run: Run) -> None:
 
 
 def fresh_process(arguments: Sequence[str], cache: str) -> dict[str, float]:
-    """Run first_call.py with a kernel cache of its own, and with byte code, as pip installs it."""
+    """Run first_call.py with its own kernel cache, and with byte code, as after pip install."""
     package = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join((package, *sys.path))
     environment = {**os.environ, "CUPY_CACHE_DIR": cache, "PYTHONPATH": path}
@@ -113,7 +113,7 @@ def fresh_process(arguments: Sequence[str], cache: str) -> dict[str, float]:
 
 
 def measure_naive(run: Run) -> None:
-    """Against the unfused computation: time, and the memory that each takes beyond its inputs."""
+    """Compare with the unfused computation: time, and memory beyond the inputs."""
     shapes = training((64, 128), (2048, 8192)) if run.xp is not np else CPU_SHAPES
     chosen = [i for i in run.implementations if i.name in ("cuflash", "naive")]
     narrowed = replace(run, implementations=chosen)
@@ -126,7 +126,7 @@ def measure_naive(run: Run) -> None:
 
 
 def measure_memory(run: Run) -> None:
-    """What every implementation holds beside the inputs, over lengths."""
+    """Peak memory of every implementation beyond the inputs, over lengths."""
     if run.xp is np:
         run.note("memory: it needs a GPU")
         return
@@ -137,9 +137,9 @@ def measure_memory(run: Run) -> None:
 
 
 def note_memory(run: Run, implementation: Implementation, work: Workload, pass_: str) -> None:
-    """Note the peak of what forward and, where asked, backward allocate beyond the inputs.
+    """Note the peak memory that forward and (by ``pass_``) backward allocate beyond the inputs.
 
-    Which lie as the implementation takes them: a copy into its layout would be none of its own.
+    The inputs are in the implementation's own layout, so that no copy into it is counted.
     """
     with run.clock.scope():
         inputs = [implementation.laid_out(arrays) for arrays in work.inputs(run.xp)]
@@ -158,7 +158,7 @@ def note_memory(run: Run, implementation: Implementation, work: Workload, pass_:
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """Most bytes of CuPy's and torch's pools that a call holds, its results included."""
+    """Peak bytes of CuPy's and torch's pools during a call, with its results."""
     import cupy
 
     class Peak(cupy.cuda.MemoryHook):

@@ -1,4 +1,4 @@
-"""What is measured: cuflash, and what a user would take instead, on the same arrays."""
+"""The measured implementations: cuflash and its alternatives, on the same arrays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[..., Call]
 
 
 class Unsupported(Exception):
-    """An implementation cannot do this workload; the text says why."""
+    """An implementation does not support this workload; the text says why."""
 
 
 @dataclass
@@ -31,29 +31,29 @@ class Prepared:
     """Calls that are ready to be timed, each on its own copy of the inputs."""
 
     calls: list[Call]
-    result: Callable[[], Array]  # what one call computes, as an array of the inputs' library
+    result: Callable[[], Array]  # runs one call; returns an array of the inputs' library
     capture: Callable[[Any, Sequence[Call]], Call]  # (clock, calls) -> replay
 
 
 class Implementation:
-    """One way to compute attention; subclasses say what they need and how they are called."""
+    """One way to compute attention; subclasses define the modules they need and their calls."""
 
     name: str
 
     needs: tuple[str, ...] = ()  # modules
-    deterministic: tuple[str, ...] = PASSES  # passes that promise the same bits every run
-    sequence_first = False  # does it take (batch, seqlen, heads, dim)?
-    packed: Callable[[Workload, str, ModuleType], Make] | None = None  # `padded` of sequences
+    deterministic: tuple[str, ...] = PASSES  # passes with the same bits in every run
+    sequence_first = False  # whether its layout is (batch, seqlen, heads, dim)
+    packed: Callable[[Workload, str, ModuleType], Make] | None = None  # as `padded`, for sequences
 
     def laid_out(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        """The same operands where :meth:`prepare` finds them in its own layout, without a copy."""
+        """The same operands, stored in the layout that :meth:`prepare` needs without a copy."""
         if not self.sequence_first:
             return tuple(arrays)
         xp = array_module(arrays[0])
         return tuple(xp.ascontiguousarray(a.swapaxes(1, 2)).swapaxes(1, 2) for a in arrays)
 
     def absent(self, xp: ModuleType) -> str:
-        """Say why it cannot be measured here at all; empty where it can."""
+        """Return why it cannot be measured on this machine; empty if it can."""
         if self.needs and xp is np:
             return "it needs a GPU"
         for module in self.needs:
@@ -75,7 +75,7 @@ class Implementation:
         return Prepared(calls, lambda: self.array_of(calls[0](), work), self.capture)
 
     def padded(self, work: Workload, pass_: str, xp: ModuleType) -> Make:
-        """Return what makes a call of q, k, v and dout; the call returns out, or dq."""
+        """Return a function that makes a call from q, k, v and dout; the call returns out or dq."""
         raise NotImplementedError
 
     def array_of(self, found: Any, _work: Workload) -> Array:
@@ -83,7 +83,7 @@ class Implementation:
         return found
 
     def capture(self, clock: Any, calls: Sequence[Call]) -> Call:
-        """Capture calls in a graph; return what replays it."""
+        """Capture calls in a graph; return a function that replays it."""
         replay: Call = clock.capture(calls)
         return replay
 
@@ -95,7 +95,7 @@ class Implementation:
 
 
 def _refuse_options(work: Workload) -> None:
-    """Raise for what peers are not compared on."""
+    """Raise for options on which peers are not compared."""
     if work.precision == "tf32":
         raise Unsupported("compared without TF32")
     if work.window is not None:
@@ -105,10 +105,10 @@ def _refuse_options(work: Workload) -> None:
 
 
 class Cuflash(Implementation):
-    """The library itself, writing into arrays that exist: the same call in a graph and outside."""
+    """The library itself. It writes into given arrays, so that the call can be put into a graph."""
 
     name = "cuflash"
-    ordered = True  # are gradients bitwise the same every run?
+    ordered = True  # whether gradients are bitwise the same in every run
 
     def padded(self, work: Workload, pass_: str, xp: ModuleType) -> Make:
         self._refuse_another_order(pass_)
@@ -177,7 +177,7 @@ class Cuflash(Implementation):
 
 
 def _outputs(q: Array, v: Array) -> tuple[Array, Array]:
-    """Room for out and lse."""
+    """Empty arrays for out and lse."""
     xp, wide = array_module(q), np.float64 if q.dtype == np.float64 else np.float32
     return xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype), xp.empty(q.shape[:-1], wide)
 
@@ -192,7 +192,7 @@ class CuflashUnordered(Cuflash):
 
 
 class Naive(Implementation):
-    """What one writes without a library: the whole matrix of scores, softmax in float32."""
+    """Attention written without a library: the whole matrix of scores, softmax in float32."""
 
     name = "naive"
 
@@ -232,7 +232,7 @@ class Naive(Implementation):
 def naive_forward(
     q: Array, k: Array, v: Array, mask: Array | None, scale: float
 ) -> tuple[Array, Array]:
-    """Attention out of array operations: (out, probabilities), in the dtype of :func:`_multiplied`.
+    """Attention by array operations: (out, probabilities), in the dtype of :func:`_multiplied`.
 
     ``mask`` is True where a key is invisible.
     """
@@ -274,7 +274,7 @@ def naive_backward(
 
 
 def _multiplied(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays in a dtype that NumPy and CuPy multiply: neither has a product of bfloat16."""
+    """The arrays in a dtype that NumPy and CuPy can multiply: neither multiplies bfloat16."""
     return tuple(a.astype(np.float32) if a.dtype == bfloat16 else a for a in arrays)
 
 
@@ -290,7 +290,7 @@ class Torch(Implementation):
         raise NotImplementedError
 
     def arrange(self, tensor: Any) -> Any:
-        """Bring (batch, heads, seqlen, dim) into the implementation's own layout."""
+        """Convert (batch, heads, seqlen, dim) to the implementation's own layout."""
         return tensor
 
     def padded(self, work: Workload, pass_: str, _xp: ModuleType) -> Make:
@@ -391,7 +391,7 @@ class ScaledDotProduct(Torch):
     def bias_gradients(
         self, q: Array, k: Array, v: Array, bias: Array, dout: Array
     ) -> Callable[[], tuple[Array, Array]]:
-        """Return what computes (dq, dbias), and dk and dv on the way; entries share the bias."""
+        """Return a call for (dq, dbias) that computes dk and dv, too; entries share the bias."""
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
@@ -467,12 +467,12 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-#: Names of the implementations that are this library.
+#: Names of the implementations that use this library.
 OURS = tuple(name for name, found in IMPLEMENTATIONS.items() if isinstance(found, Cuflash))
 
 
 def as_tensor(array: Array) -> Any:
-    """A torch tensor on the memory of a CuPy array; bfloat16 travels as its bits."""
+    """A torch tensor on the memory of a CuPy array; bfloat16 is passed as int16."""
     import torch
 
     if array.dtype == bfloat16:

@@ -1,6 +1,6 @@
-"""Which pictures show a comparison with peers and the movement of bytes?
+"""Pictures of comparisons with peers, and of moved bytes.
 
-Every function returns a figure of matplotlib, as in ``benchmarks/sweep_pictures.py``.
+Each picture is returned as a matplotlib figure, as in ``benchmarks/sweep_pictures.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.shapes import is_square, size_of
 from benchmarks.sweep_pictures import LEVELS, Figure, new_figure, without
 
-#: Of implementations.
+#: Colours of implementations.
 COLOURS = {
     "cuflash": "#0072B2", "cuflash-unordered": "#000000", "fa2": "#E69F00", "cudnn": "#009E73",
     "fa4": "#CC79A7", "eff": "#D55E00", "naive": "#999999",
@@ -24,12 +24,12 @@ NAMES = {
     "eff": "memory-efficient (torch)", "naive": "unfused",
     "math": "unfused (torch)",
 }  # fmt: skip
-_ONE_LINE = 0.02  # of values: lines as close as this look like one
+_ONE_LINE = 0.02  # relative difference of values below which two lines look like one
 _MEMORY_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def speed(result: Mapping[str, Any], pass_: str = "fwd") -> Figure:
-    """TFLOP/s against length, ours and peers', a panel for each head size and mask."""
+    """TFLOP/s of cuflash and peers against length, a panel for each head size and mask."""
     square = [r for r in result["rows"] if r.get("pass") == pass_ and is_square(r)]
     work = Counter(size_of(r) for r in square).most_common(1)
     square = [r for r in square if size_of(r) == work[0][0]]
@@ -101,19 +101,19 @@ def _panels(
 
 
 def _together(lines: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]:
-    """One line, under all their names, for implementations whose values are one."""
+    """Merge the lines of implementations with nearly equal values into one, under all names."""
     found: dict[str, Any] = {}
     for impl, points in lines.items():
         alike = next((name for name, own in found.items() if _are_one(points, own)), None)
         if alike is None:
             found[impl] = points
-        else:  # in the place of the first
+        else:  # keep the position of the first
             found = {f"{n}, {impl}" if n == alike else n: own for n, own in found.items()}
     return found
 
 
 def _are_one(points: Sequence[tuple[int, float]], others: Sequence[tuple[int, float]]) -> bool:
-    """Whether lines lie on each other wherever both are."""
+    """Whether two lines are nearly equal at all common lengths."""
     one, other = dict(points), dict(others)
     both = one.keys() & other.keys()
     return bool(both) and all(abs(one[n] - other[n]) <= _ONE_LINE * other[n] for n in both)
@@ -124,7 +124,7 @@ def short_length(n: int) -> str:
 
 
 def movement(result: Mapping[str, Any]) -> Figure:
-    """Bytes of forwards against length: the IO model as lines, what ncu counted as marks."""
+    """Bytes of forwards against length: lines are the IO model, marks are ncu's counters."""
     rows = [row for row in result["rows"] if "loaded" in row]
     if not rows:
         raise without("bytes of a forward", "bench --io")
@@ -139,7 +139,7 @@ def movement(result: Mapping[str, Any]) -> Figure:
     line("unfused", rows, color="#999999", linestyle=":", label="unfused, device memory")
     for colour, (block_m, kernel) in zip(LEVELS, tiles, strict=False):
         own = [row for row in rows if (row["block_m"], row["kernel"]) == (block_m, kernel)]
-        dashes = "--" if kernel.endswith("_sm90") else "-"  # tiles of as many rows load as much
+        dashes = "--" if kernel.endswith("_sm90") else "-"  # lines with equal block_m coincide
         line("loaded", own, color=colour, linewidth=1.4, linestyle=dashes,
              label=f"from L2, block_m {block_m} ({kernel})")  # fmt: skip
         counted = [(r["seqlen"], r["measured"]["L2 to processors"]) for r in own if "measured" in r]

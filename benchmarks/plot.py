@@ -1,4 +1,4 @@
-"""Which picture shows what was measured?"""
+"""The command ``plot``: draws the results of ``tune`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def _drawn(arguments: argparse.Namespace) -> Any:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """The result of ``bench`` that a file holds; a ValueError where it holds none."""
+    """Read a result file of ``bench``; ValueError for any other file."""
     try:
         result: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # of the text, or of its encoding
+    except ValueError:  # invalid JSON or encoding
         raise wrong_value(str(path), "no JSON", "a result of bench") from None
     content: dict[str, Any] = result if isinstance(result, dict) else {}
     meta, rows = content.get("meta"), content.get("rows", 0)
@@ -86,7 +86,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def _sweep(path: Path) -> Any:
-    """A sweep of one of our kernels: the speeds that are drawn belong to a problem."""
+    """Read a sweep of a kernel of cuflash: only these have a problem, which speeds need."""
     from cuflash.tuning import load, read_cache
 
     try:

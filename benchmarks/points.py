@@ -1,11 +1,12 @@
-"""How long does a logsumexp over points in space take, with a bias of keys, next to KeOps?
+"""How long does a logsumexp over points in space take, with a bias of keys, compared with KeOps?
 
     python benchmarks/points.py                            # 262,144 points of each, 4,096 on a CPU
     python benchmarks/points.py --points 65536 --dtype float64
 
-Sinkhorn's step is such a call (examples/optimal_transport.py): scores scale * x.y + bias, of which
-no matrix is written. An error is the largest difference to 64 rows in float64. A result is
-benchmarks/results/<device>-points-<date>.json, and its table beside it.
+A Sinkhorn step is a call of this kind (examples/optimal_transport.py): the scores are
+scale * x.y + bias, and no matrix of scores is written. The error is the largest difference to
+float64, over 64 rows. A result is benchmarks/results/<device>-points-<date>.json, with a table
+beside it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def clouds(xp: ModuleType, points: int, dtype: str) -> tuple[Array, Array, Array
 
 
 def error(x: Array, y: Array, bias: Array, found: Array) -> float:
-    """How far the first rows of a logsumexp are off."""
+    """The largest error in the first rows of a logsumexp."""
     wide = (a if isinstance(a, np.ndarray) else a.get() for a in (x[:CHECKED_ROWS], y, bias))
     rows, keys, added = (a.astype(np.float64) for a in wide)
     scores = SCALE * rows @ keys.T + added
@@ -56,7 +57,7 @@ def error(x: Array, y: Array, bias: Array, found: Array) -> float:
 
 
 def keops_call(xp: ModuleType, x: Array, y: Array, bias: Array) -> Callable[[], Array]:
-    """The same by KeOps, on the memory of CuPy's arrays where there is a GPU."""
+    """The same computation by KeOps; on a GPU it reads the memory of CuPy's arrays."""
     if xp is np:
         import pykeops.numpy as keops
 
@@ -76,7 +77,7 @@ def keops_call(xp: ModuleType, x: Array, y: Array, bias: Array) -> Callable[[], 
 def measure(
     xp: ModuleType, clock: Any, points: int, dtype: str, notes: list[str]
 ) -> list[dict[str, Any]]:
-    """One row for each implementation that is there; ``notes`` says which is not."""
+    """One row for each installed implementation; missing ones are added to ``notes``."""
     x, y, bias = clouds(xp, points, dtype)
     calls = {"cuflash": lambda: cuflash.logsumexp(x, y, scale=SCALE, bias=bias)}
     try:
@@ -96,7 +97,7 @@ def measure(
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """One table, between what any result of a benchmark begins and ends with."""
+    """One table, between the head and the notes of any benchmark's result."""
     table = [("implementation", "dtype", "pairs", "ms", "error of lse", "memory beside the result")]
     for row in result["rows"]:
         held = "" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 1e6:.1f} MB"

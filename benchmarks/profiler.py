@@ -1,6 +1,6 @@
-"""Which bytes does the device say were moved? NVIDIA's profiler ncu, where it is present.
+"""Count the bytes that kernels move, with NVIDIA's profiler ncu.
 
-As a program this module is what ncu watches: calls of several problems, one launch of each.
+ncu runs this module as a program, which makes one call of each problem.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 
 
 class NotProfiled(RuntimeError):
-    """There is no profiler, or it may not count here; the text says which."""
+    """There is no profiler, or it cannot count here; the text says which."""
 
 
 def count(work: Workload, found: dict[str, Any]) -> None:
-    """Add what the device counts to the predictions of ``io_model.predicted``.
+    """Add the device's counters to the predictions of ``io_model.predicted``.
 
-    NotProfiled where it cannot; the kernels of the gradient are counted one by one, and summed.
+    Raises NotProfiled. The kernels of the gradient are counted one by one, and summed.
     """
     (found["io"]["measured"],) = moved_bytes([(work, None)])
     if "io_gradient" not in found:
@@ -51,7 +51,8 @@ def count(work: Workload, found: dict[str, Any]) -> None:
 def moved_bytes(calls: Sequence[tuple[Workload, dict[str, int] | None]]) -> list[dict[str, float]]:
     """Bytes that each forward call moves, by the counters of the device.
 
-    A call is a problem and its tile, None for the one that runs. Caches are emptied before each.
+    A call is a problem and a tile, or None for the default tile. Caches are emptied before each
+    call.
     """
     found = _counted(calls, "cuflash_forward")
     if len(found) != len(calls):
@@ -60,9 +61,9 @@ def moved_bytes(calls: Sequence[tuple[Workload, dict[str, int] | None]]) -> list
 
 
 def gradient_bytes(work: Workload, kernels: Sequence[str]) -> list[dict[str, float]]:
-    """Bytes that each kernel of one gradient moves; ``kernels`` are their names, as launched.
+    """Bytes that each kernel of one gradient moves; ``kernels`` are the names in launch order.
 
-    Caches are emptied before each kernel: what one leaves in L2 the next does not find there.
+    Caches are emptied before each kernel, so that it finds nothing of the kernel before in L2.
     """
     found = _counted([(work, None)], "cuflash_backward", "--backward")
     counted = [name.removeprefix("cuflash_") for name, _ in found]
@@ -76,7 +77,7 @@ def gradient_bytes(work: Workload, kernels: Sequence[str]) -> list[dict[str, flo
 def _counted(
     calls: Sequence[tuple[Workload, dict[str, int] | None]], kernels: str, *words: str
 ) -> list[tuple[str, dict[str, float]]]:
-    """Kernels with names that match, in order of launch, with what was counted."""
+    """Names and counters of the kernels that match, in order of launch."""
     program = shutil.which("ncu")
     if program is None:
         raise NotProfiled("ncu is not on the PATH (Nsight Compute, part of the CUDA toolkit)")
@@ -99,7 +100,7 @@ def _counted(
 
 
 def read_counters(text: str) -> list[tuple[str, dict[str, float]]]:
-    """The table that ncu prints: names, units, then a row for each kernel, "" if it has no name."""
+    """Parse ncu's table (names, units, a row for each kernel) into pairs of name and counters."""
     lines = text.splitlines()
     table = list(itertools.dropwhile(lambda line: not line.startswith('"ID"'), lines))
     if len(table) < 3:
@@ -122,9 +123,9 @@ def read_counters(text: str) -> list[tuple[str, dict[str, float]]]:
 
 
 def run_calls(*, backward: bool) -> None:
-    """Run what comes on standard input: a list of pairs, a problem's fields and a tile or null.
+    """Run calls from standard input: a list of pairs of a problem's fields and a tile or null.
 
-    ``backward``: the gradient of each, behind its forward.
+    With ``backward``, each forward is followed by its gradient.
     """
     import cupy
 

@@ -2,12 +2,13 @@
 
     python benchmarks/projection.py --ranks 1024 --per-host 8
 
-A step computes with the keys of another group of ranks while those of the next arrive and, in the
-gradient, while float32 gradients go home: it takes the longer of both, and what launches and ranks
-that are not quite alike cost. ``usp`` exchanges heads within a host before and after all steps,
-``ring`` has ranks for groups. The speed of one GPU, the share of it that two ranks of a host keep
-and the links are arguments. Defaults are what docs/distributed.md tells of two GPUs of one host,
-and 45 GB/s of a network of 400 Gb/s, which was not measured.
+A step computes with the keys of another group of ranks while the keys of the next group arrive and,
+in the gradient, while float32 gradients are sent back. A step takes the longer of computation and
+transfer, plus a fixed time for launches and differences between ranks. ``usp`` exchanges heads
+within a host before and after all steps; in ``ring`` each rank is a group. Arguments are the speed
+of one GPU, the share of it that two ranks of a host keep, and the speeds of links. Defaults are
+measurements of two GPUs of one host (docs/distributed.md), and 45 GB/s for a 400 Gb/s network,
+which was not measured.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds, in units a second."""
+    """Speeds, in units per second."""
 
     forward: float  # floating-point operations of one GPU
     gradient: float
-    kept: tuple[float, float]  # the share of these that weak scaling leaves
-    within: float  # bytes that a GPU sends and receives at once, within a host
-    between: float
-    step: float  # seconds that a step takes beside
+    kept: tuple[float, float]  # shares of these two speeds that remain in weak scaling
+    within: float  # bytes that a GPU sends and receives at the same time, within a host
+    between: float  # the same between hosts
+    step: float  # fixed seconds of a step
 
 
 def seconds(
     machine: Machine, tokens: int, ranks: int, across: int, heads: tuple[int, int], gradient: bool
 ) -> float:
-    """Of one causal layer of ``tokens`` in all; ``across`` ranks exchange heads, 1: none do."""
+    """Seconds of one causal layer of ``tokens`` in all; ``across`` ranks exchange heads."""
     heads_q, heads_kv = heads
     groups, rows = ranks // across, tokens // ranks * across
     own_q, own_kv = heads_q / across, max(heads_kv / across, 1)
@@ -46,13 +47,13 @@ def seconds(
     steps = groups * (max(computes, moves) + machine.step)
     if across == 1:
         return steps
-    arrays = 5 if gradient else 2  # like q: q and out; of the gradient q, dout, out, dq
+    arrays = 5 if gradient else 2  # like q: q and out; in the gradient q, dout, out, dq
     to_heads = rows / across * HEAD_DIM * ELEMENT * (arrays * heads_q + 2 * max(heads_kv, across))
     return steps + to_heads * (across - 1) / across / machine.within
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print shares of what as many single GPUs would do."""
+    """Print speeds as shares of that of equally many single GPUs."""
     parser = argparse.ArgumentParser(description="Projected scaling of attention.")
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--per-host", type=int, default=8)

@@ -1,14 +1,15 @@
-"""Where does the time of a call on several ranks go? The call without its exchanges, and so on.
+"""How is the time of a call on several ranks divided between computation, exchanges and host?
 
-Of a weak cell of `scale_out.py`, with `--split`:
+Figures for a weak cell of `scale_out.py`, with `--split`:
 
-    compute_ms    without exchanges: what is sent is copied into what is received
+    compute_ms    without exchanges: sent arrays are copied into the arrays to receive
     exchange_ms   without computing
-    host_ms       until the call returns, from an idle GPU; a GPU that needs less is idle
-    agree_ms      of it the comparison of the call with the other ranks
+    host_ms       until the call returns, beginning with an idle GPU
+    agree_ms      the part of host_ms that compares the call with other ranks
 
-`ms - compute_ms` is what exchanges cost beside what is computed, `compute_ms - size * block_ms`
-what float32 parts, merges and smaller blocks cost.
+If the GPU needs less than `host_ms`, it is idle in between. `ms - compute_ms` is the time of
+exchanges that computation does not hide. `compute_ms - size * block_ms` is the cost of float32
+parts, merges and smaller blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROUNDS = 5
 
 @contextlib.contextmanager
 def without_exchanges(comm: Communicator) -> Iterator[None]:
-    """Numbers that come are copies of own ones: zeros would take less power."""
+    """Receive copies of own arrays: zeros would take less power."""
 
     def start(exchanges: Mapping[int, Exchange]) -> None:
         for rank, exchange in exchanges.items():
@@ -45,7 +46,7 @@ def without_exchanges(comm: Communicator) -> Iterator[None]:
 
 @contextlib.contextmanager
 def computing(record_of: Callable[[Callable[[], Any], int], Compute]) -> Iterator[None]:
-    """Schedules yield ``record_of(run, scores)`` for a block."""
+    """Let schedules yield ``record_of(run, scores)`` for each block."""
     modules: tuple[Any, ...] = (_all_gather, _ring)
     for module in modules:
         module.Compute = record_of
@@ -57,7 +58,7 @@ def computing(record_of: Callable[[Callable[[], Any], int], Compute]) -> Iterato
 
 
 def nothing(_: Callable[[], Any], scores: int) -> Compute:
-    """A block that is not computed: what is sent then is whatever memory holds."""
+    """A block that is not computed; uninitialised memory is sent."""
     return Compute(lambda: None, scores)
 
 
@@ -67,7 +68,7 @@ def split(
     seconds: Callable[[Callable[[], Any]], float],
     synchronize: Callable[[], None],
 ) -> dict[str, float]:
-    """Milliseconds of the parts; ``seconds`` times a call, on the slowest rank."""
+    """Milliseconds of each figure; ``seconds`` times a call on the slowest rank."""
 
     def until_it_returns(action: Callable[[], Any]) -> float:
         found = []

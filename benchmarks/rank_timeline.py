@@ -1,12 +1,12 @@
-"""What does each rank wait for, by its schedule? A timeline of simulated ranks, computed.
+"""How long does each rank compute and wait, by its schedule? A computed timeline of ranks.
 
     python benchmarks/rank_timeline.py --ranks 2 --tokens 8192 --heads 32 8 --causal
 
-Ranks run the real schedules over small arrays; each block and each exchange takes the time that its
-size at ``--tokens`` a rank takes at the given speeds. An exchange begins when all ranks have posted
-it and the one before has ended, beside what is computed; a wait ends with its exchange. The figures
-say what of a call is computation, what is waiting, and how many calls and exchanges the host posts:
-what is lost beyond that is not the schedule's.
+Simulated ranks run the real schedules over small arrays. Each block and each exchange is assigned
+the time that it would take with ``--tokens`` rows on each rank, at the given speeds. An exchange
+begins when all ranks have posted it and the exchange before has ended; it runs beside computation.
+A wait ends with its exchange. The figures are the times of computing and waiting in a call, and the
+numbers of calls and exchanges that the host posts. Other losses are not due to the schedule.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from cuflash import distributed  # noqa: E402
 from cuflash.distributed._communicator import Compute, Exchange  # noqa: E402
 from cuflash.distributed._simulated import Simulated  # noqa: E402
 
-HEAD_DIM, ROWS = 128, 32  # rows of a rank as they are simulated
-PRODUCTS = {False: 4, True: 10}  # floating-point operations of a score and feature, by gradient
+HEAD_DIM, ROWS = 128, 32  # rows of a rank in the simulation
+PRODUCTS = {False: 4, True: 10}  # operations per score and feature: forward, gradient
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """In units a second."""
+    """Speeds, in units per second."""
 
     forward: float = 747e12  # floating-point operations
     gradient: float = 528e12
-    link: float = 300e9  # bytes that a GPU sends and receives at once
+    link: float = 300e9  # bytes that a GPU sends and receives at the same time
 
 
 @dataclass
 class Timeline:
-    """Of one rank, in seconds."""
+    """Times of one rank in seconds, and counts."""
 
     now: float = 0.0
     computed: float = 0.0
@@ -56,7 +56,7 @@ class Timeline:
 
 
 class Timed(Simulated):
-    """Simulated ranks that keep the time of what they do at full size."""
+    """Simulated ranks that add up the times of their work at full size."""
 
     def __init__(self, size: int, scale: float, score: float, speeds: Speeds) -> None:
         super().__init__(size)
@@ -65,7 +65,7 @@ class Timed(Simulated):
         self.begin()
 
     def begin(self) -> None:
-        """Nothing has been done so far."""
+        """Reset all timelines."""
         self._link_free = 0.0
         self.ranks_time = [Timeline() for _ in self.ranks]
 
@@ -75,7 +75,7 @@ class Timed(Simulated):
         yield
 
     def computes(self, run: Callable[[], Any], scores: int) -> Compute:
-        """A block, whose time is counted where its rank runs it."""
+        """A block whose time is counted when its rank runs it."""
 
         def timed() -> Any:
             line, took = self.ranks_time[self.rank], scores * self._scale**2 * self._score
@@ -123,7 +123,7 @@ def timeline(
     method: str,
     speeds: Speeds,
 ) -> list[Timeline]:
-    """The timelines of all ranks, of a call of 16-bit arrays with ``tokens`` rows on each."""
+    """The timelines of all ranks for a call of 16-bit arrays with ``tokens`` rows on each rank."""
     speed = speeds.gradient if gradient else speeds.forward
     score = PRODUCTS[gradient] * HEAD_DIM / speed
     comm = Timed(size, tokens / ROWS, score, speeds)
@@ -143,7 +143,7 @@ def timeline(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line for each method and direction, and with --steps what each rank does."""
+    """Print a line for each method and direction, and with --steps the steps of each rank."""
     parser = argparse.ArgumentParser(description="What ranks wait for, by their schedules.")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=8192, help="of each rank")

@@ -1,4 +1,4 @@
-"""How is a result written: rows in JSON, tables in Markdown?"""
+"""Write results: rows as JSON, tables as Markdown."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from benchmarks.peers import IMPLEMENTATIONS, OURS
 from cuflash._timing.machine import device_slug
 from cuflash.tuning._workload import Workload
 
-#: What the cells of a table are, by the kind of its rows.
+#: Units of the cells of a table, by the kind of its rows.
 UNITS = {"speed": "TFLOP/s (ms)", "time": "microseconds", "overhead": "microseconds of waiting"}
 
 
 def shape_text(row: dict[str, Any]) -> str:
-    """The same of a result row."""
+    """The shape of a result row as text."""
     return str(workload_of(row))
 
 
 def workload_of(row: dict[str, Any]) -> Workload:
-    """What a result row was measured on."""
+    """The workload of a result row."""
     fields = {name: row[name] for name in Workload.__dataclass_fields__ if name in row}
     return Workload.from_json(fields)
 
@@ -57,13 +57,13 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def grid(*rows: Iterable[str]) -> list[str]:
-    """A table in Markdown; the first row is its header."""
+    """The lines of a Markdown table; the first row is its header."""
     header, *lines = (f"| {' | '.join(row)} |" for row in map(list, rows))
     return [header, f"|{'--|' * header.count(' | ')}--|", *lines]
 
 
 def table(rows: Sequence[dict[str, Any]], kind: str) -> list[str]:
-    """One Markdown table; its last columns compare cuflash with the best of the others."""
+    """One Markdown table; its last columns compare cuflash with the best other implementation."""
     order = [name for name in IMPLEMENTATIONS if any(row["impl"] == name for row in rows)]
     cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
@@ -92,7 +92,7 @@ def table(rows: Sequence[dict[str, Any]], kind: str) -> list[str]:
 
 
 def write_json(result: dict[str, Any], folder: Path, topic: str) -> Path:
-    """Write a result, a line for each of its rows; return the path."""
+    """Write a result, with one line per row; return the path."""
     meta = result["meta"]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{device_slug(meta['device'])}-{topic}-{meta['date']}.json"

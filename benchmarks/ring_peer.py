@@ -1,11 +1,12 @@
-"""How fast is the schedule of another library, over the kernels of this one?
+"""The schedule of another library, run with the kernels of this one, for comparison.
 
 ring-flash-attention (github.com/zhuzilin/ring-flash-attention, `zigzag_ring_flash_attn.py` and
-`ring_flash_attn.py`): keys and values go round from neighbour to neighbour, each step is a call of
-one GPU with results in the dtype of inputs, a pass of its own merges them in float32, and float32
-gradients of keys go round behind. Ours sends straight from the owner, and merges in the kernel.
+`ring_flash_attn.py`) passes keys and values from neighbour to neighbour. Each step is a one-GPU
+call with results in the dtype of the inputs. A separate pass merges them in float32, and float32
+gradients of keys follow the keys around the ring. cuflash sends keys directly from their owner and
+merges in the kernel.
 
-Arrays are (heads, rows, features), rows in the zigzag layout, and of an even number.
+Arrays are (heads, rows, features) with an even number of rows, in the zigzag layout.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ METHOD = "ring_flash_attention"
 def attention(
     comm: Communicator, q: list[Array], k: list[Array], v: list[Array], *, causal: bool
 ) -> list[tuple[Array, Array]]:
-    """Out and lse of each rank of this process; arguments are lists of their arrays."""
+    """Out and lse of each rank of this process; arguments are lists with an array per rank."""
     own = zip(comm.ranks, q, k, v, strict=True)
     found = drive(comm, {r: _forward(r, comm.size, *qkv, causal=causal) for r, *qkv in own})
     return [found[rank] for rank in comm.ranks]
@@ -52,7 +53,7 @@ def attention_backward(
 
 
 def _part(rank: int, step: int, rows: int, causal: bool) -> tuple[slice, slice, bool]:
-    """Which queries see which keys of a step, and whether there is a causal mask between them."""
+    """Which queries see which keys in a step, and whether with a causal mask."""
     half = rows // 2
     if not causal or step == 0:
         return slice(0, rows), slice(0, rows), causal
@@ -62,7 +63,7 @@ def _part(rank: int, step: int, rows: int, causal: bool) -> tuple[slice, slice, 
 
 
 def _round(rank: int, size: int, arrays: list[Array]) -> tuple[Exchange, list[Array]]:
-    """Arrays for the next rank, and what comes from the one before."""
+    """Send arrays to the next rank; return the exchange and the arrays to receive."""
     coming = [array_module(a).empty(a.shape, a.dtype) for a in arrays]
     sends = tuple(((rank + 1) % size, a) for a in arrays)
     return Exchange(sends, tuple(((rank - 1) % size, a) for a in coming)), coming
@@ -82,7 +83,7 @@ def _forward(rank: int, size: int, q: Array, k: Array, v: Array, *, causal: bool
         if step == 0:
             out[...], lse[...] = part, its_lse
             return
-        share = 1 / (1 + xp.exp(lse[:, own] - its_lse))  # the peer's sigmoid
+        share = 1 / (1 + xp.exp(lse[:, own] - its_lse))  # a sigmoid, as in the peer's code
         out[:, own] -= share[..., None] * (out[:, own] - part.astype(np.float32))
         lse[:, own] = xp.logaddexp(lse[:, own], its_lse)
 

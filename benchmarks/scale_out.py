@@ -4,15 +4,15 @@
     torchrun --nproc-per-node 2 benchmarks/scale_out.py           # a process for each
     python benchmarks/scale_out.py --simulate 2 --tokens 128      # no GPU: do all cells run?
 
-Weak scaling: each GPU has ``--tokens`` tokens, and its speed is compared with a call of so many
-queries and keys on one GPU, both in turns in one run. Strong scaling: one sequence of ``--total``
-tokens on one GPU and on all. Efficiency and speed-up are medians of rounds. The longest sequence
-doubles until memory or ``--longest-seconds`` ends it. The method `ring_flash_attention` is the
-schedule of a peer: `ring_peer.py`. ``--split`` says where the time of weak scaling goes:
-`rank_split.py`. What survivors see of a dead rank goes into the same file: `dead_rank.py`.
+Weak scaling: each GPU has ``--tokens`` tokens, and its speed is compared with a one-GPU call with
+as many queries and keys, interleaved in one run. Strong scaling: one sequence of ``--total`` tokens
+on one GPU and on all. Efficiency and speed-up are medians of rounds. The longest sequence is
+doubled until memory or ``--longest-seconds`` ends it. The method `ring_flash_attention` is the
+schedule of a peer (`ring_peer.py`). ``--split`` divides the time of weak scaling into its parts
+(`rank_split.py`). `dead_rank.py` adds its figures to the same file.
 
-A run takes at most ``--seconds``; cells that are in the file already are not run again, so that the
-same command goes on where it ended. Exit status 0: all cells are there, 3: run it again.
+A run takes at most ``--seconds``. Cells that are already in the file are not run again, so the same
+command continues a run. Exit status 0: all cells are there; 3: run it again.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from cuflash import distributed  # noqa: E402
 
 Array = Any
 ROUNDS = 5
-LEAST_MS = 100.0  # of a round, in repeated calls: what begins a call is hidden behind the last
-LONG = 2.0  # seconds of a call that is timed once
+LEAST_MS = 100.0  # of a round of repeated calls: the start of a call is hidden by the call before
+LONG = 2.0  # seconds; a longer call is timed once
 HEAD_DIM = 128
 HEADS = {"GQA 32/8": (32, 8), "MHA 32": (32, 32), "GQA 32/4": (32, 4)}
-TOKENS = (8192, 2048, 4096, 16384)  # of each GPU; the bar's first
+TOKENS = (8192, 2048, 4096, 16384)  # of each GPU; the first is the target's
 TOTALS = (65536, 131072, 1048576)
 METHODS = ("auto", "all_gather", "ring", "ulysses", "usp", ring_peer.METHOD)
 AGAIN = 3
@@ -55,25 +55,25 @@ AGAIN = 3
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: what scales, and how it is computed."""
+    """One measurement: the kind of scaling, and the call."""
 
     kind: str  # weak, strong or longest
     heads: str
     causal: bool
     gradient: bool
     method: str
-    tokens: int  # of each GPU if weak, of all if strong; of the first try if longest
+    tokens: int  # weak: of each GPU; strong: of all; longest: of the first try
 
     @property
     def name(self) -> str:
-        """As it is called in the file."""
+        """The cell's name in the file."""
         mask = "causal" if self.causal else "full"
         what = "gradient" if self.gradient else "forward"
         return f"{self.kind} {self.heads} {mask} {what} {self.method} {self.tokens}"
 
 
 def cells(tokens: Sequence[int], totals: Sequence[int], methods: Sequence[str]) -> Iterator[Cell]:
-    """Every cell, the bar's first."""
+    """Every cell; cells of the target come first."""
     both = (False, True)
     for rows, heads, causal in itertools.product(tokens, HEADS, (True, False)):
         for gradient, method in itertools.product(both, methods):
@@ -86,13 +86,13 @@ def cells(tokens: Sequence[int], totals: Sequence[int], methods: Sequence[str]) 
 
 
 class Ranks:
-    """The ranks of this process: one on each GPU, or all; arrays come in lists."""
+    """The ranks of this process, one or all; arrays are in lists with one for each rank."""
 
     def __init__(self, comm: Any, xp: Any) -> None:
         self.comm, self.xp = comm, xp
 
     def each(self, make: Callable[[int], Any]) -> list[Any]:
-        """What ``make`` gives on the device of each rank."""
+        """Results of ``make``, called on the device of each rank."""
         found = []
         for rank in self.comm.ranks:
             with self.comm.on(rank):
@@ -100,7 +100,7 @@ class Ranks:
         return found
 
     def arrays(self, heads: int, rows: int, seed: int) -> list[Array]:
-        """Random numbers (heads, rows, 128) of each rank."""
+        """Random arrays (heads, rows, 128), one for each rank."""
 
         def make(rank: int) -> Array:
             if self.xp is np:
@@ -113,26 +113,26 @@ class Ranks:
         return self.each(make)
 
     def given(self, arrays: list[Any]) -> Any:
-        """As the functions of the communicator take it."""
+        """The arrays in the form that functions with this communicator take."""
         return arrays if self.comm.in_lists else arrays[0]
 
     def listed(self, found: Any) -> list[Any]:
-        """What they return, as a list."""
+        """Their result as a list."""
         return found if self.comm.in_lists else [found]
 
     def synchronize(self) -> None:
-        """Until every device of this process is done, and every process is here."""
+        """Wait until every device of this process is done and every process has come here."""
         if self.xp is not np:
             self.each(lambda _: self.xp.cuda.get_current_stream().synchronize())
         self.comm.agree(dict.fromkeys(self.comm.ranks, b""))
 
     def slowest(self, seconds: float) -> float:
-        """The most that any process took."""
+        """The largest value over all processes."""
         told = self.comm.agree({rank: repr(seconds).encode() for rank in self.comm.ranks})
         return max(float(text) for text in told)
 
     def seconds(self, call: Callable[[], Any], repeats: int) -> float:
-        """Of one call, of so many in a row."""
+        """Seconds of one call, averaged over ``repeats`` calls in a row."""
         self.synchronize()
         begin = time.perf_counter()
         for _ in range(repeats):
@@ -142,15 +142,15 @@ class Ranks:
         return self.slowest(time.perf_counter() - begin) / repeats
 
     def median(self, call: Callable[[], Any]) -> float:
-        """Seconds of one call, as :meth:`compared` takes them."""
+        """Median seconds of one call, measured as in :meth:`compared`."""
         once = self.seconds(call, 1)
         repeats = 1 if self.xp is np else max(1, round(LEAST_MS * 1e-3 / once))
         return statistics.median(self.seconds(call, repeats) for _ in range(ROUNDS))
 
     def compared(self, ours: Callable[[], Any], one: Callable[[], Any]) -> tuple[float, float]:
-        """Median seconds of both, in turns."""
+        """Median seconds of both, interleaved."""
         for call in (ours, one):
-            self.seconds(call, 1)  # it may compile
+            self.seconds(call, 1)  # the first call may compile
         once = [self.seconds(call, 1) for call in (ours, one)]
         if max(once) > LONG:
             return once[0], once[1]
@@ -163,7 +163,7 @@ class Ranks:
 
 
 def call_on_all(ranks: Ranks, cell: Cell, rows: int) -> Callable[[], Any]:
-    """Attention, or its gradient, of ``rows`` tokens on each rank."""
+    """A call of attention, or its gradient, with ``rows`` tokens on each rank."""
     heads, heads_kv = HEADS[cell.heads]
     drawn = [ranks.arrays(n, rows, i) for i, n in enumerate((heads, heads_kv, heads_kv, heads))]
     if cell.method == ring_peer.METHOD:
@@ -181,7 +181,7 @@ def call_on_all(ranks: Ranks, cell: Cell, rows: int) -> Callable[[], Any]:
 def call_of_peer(
     ranks: Ranks, cell: Cell, q: list[Array], k: list[Array], v: list[Array], dout: list[Array]
 ) -> Callable[[], Any]:
-    """The same by the schedule of ring-flash-attention."""
+    """The same call with the schedule of ring-flash-attention."""
     how = {"causal": cell.causal}
     if not cell.gradient:
         return lambda: ring_peer.attention(ranks.comm, q, k, v, **how)
@@ -191,7 +191,7 @@ def call_of_peer(
 
 
 def call_on_one(ranks: Ranks, cell: Cell, rows: int, only_first: bool) -> Callable[[], Any]:
-    """The same of ``rows`` tokens on one GPU, on each rank or on rank 0 alone."""
+    """A one-GPU call with ``rows`` tokens, on each rank or on rank 0 alone."""
     heads, heads_kv = HEADS[cell.heads]
     options = cuflash.Options(causal=cell.causal, enable_gqa=True)
 
@@ -219,14 +219,14 @@ def call_on_one(ranks: Ranks, cell: Cell, rows: int, only_first: bool) -> Callab
 
 
 def measured(ranks: Ranks, cell: Cell, longest_seconds: float, *, split: bool) -> dict[str, Any]:
-    """Figures of a cell: its efficiency, speed-up or longest sequence."""
+    """Measure a cell: its efficiency, speed-up or longest sequence."""
     size = ranks.comm.size
     try:
         if cell.kind == "weak":
             call = call_on_all(ranks, cell, cell.tokens)
             one_call = call_on_one(ranks, cell, cell.tokens, only_first=False)
             ours, one = ranks.compared(call, one_call)
-            # Each rank has `size` times the scores of the block.
+            # Each rank computes `size` times as many scores as the one-GPU call.
             found = {"ms": 1e3 * ours, "block_ms": 1e3 * one, "efficiency": size * one / ours}
             if split and cell.method != ring_peer.METHOD:
                 found |= rank_split.split(ranks.comm, call, ranks.median, ranks.synchronize)
@@ -258,7 +258,7 @@ def longest(ranks: Ranks, cell: Cell, most_seconds: float) -> dict[str, Any]:
                 seconds = ranks.seconds(call, 1)
         except MemoryError as raised:
             error = type(raised).__name__
-        del call  # and its arrays, before larger ones
+        del call  # frees its arrays before larger ones are made
         if error:
             return found | {"ended_by": f"{error} at {total} tokens"}
         found = {"tokens": total, "seconds": seconds}
@@ -299,7 +299,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run cells until time is over; 0: all are there, 3: run it again."""
+    """Run cells until the time is over; 0: all are there, 3: run it again."""
     begin, arguments = time.monotonic(), parse(argv)
     comm, xp = joined(arguments)
     with contextlib.closing(comm):
@@ -329,13 +329,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What runs before have found."""
+    """Results of earlier runs."""
     found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     return found
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    """Write the file as a whole, or not."""
+    """Replace the file atomically."""
     beside = path.with_suffix(".part")
     beside.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
     os.replace(beside, path)

@@ -1,4 +1,4 @@
-"""Which shapes do the benchmarks share?"""
+"""Shapes that several benchmarks use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MODEL_WIDTH = 2048  # heads * head_dim
 
 
 def square(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool) -> Workload:
-    """Self-attention without groups; the dtype is set by --dtype."""
+    """Self-attention without grouped heads; --dtype replaces the dtype."""
     return Workload(
         batch, heads, heads, seqlen, seqlen, head_dim, head_dim, "bfloat16", causal=causal
     )
@@ -29,7 +29,7 @@ def training(head_dims: Iterable[int], seqlens: Iterable[int]) -> list[Workload]
 
 
 def is_square(row: Mapping[str, Any]) -> bool:
-    """Whether a row is one point of a line over lengths: self-attention of whole heads."""
+    """Whether a row is plain self-attention: equal lengths, heads and head sizes, no options."""
     pairs = (("seqlen_q", "seqlen_k"), ("heads_q", "heads_kv"), ("head_dim", "head_dim_v"))
     same = all(row[a] == row[b] for a, b in pairs)
     options = any(row.get(name) for name in ("softcap", "dropout", "arrays", "seqlens"))
@@ -37,7 +37,7 @@ def is_square(row: Mapping[str, Any]) -> bool:
 
 
 def size_of(row: Mapping[str, Any]) -> tuple[int, int]:
-    """Tokens and width of a row, which are the same along a line."""
+    """Tokens and width of a row, which are equal along a line of a picture."""
     return row["batch"] * row["seqlen_q"], row["heads_q"] * row["head_dim"]
 
 

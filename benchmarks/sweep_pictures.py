@@ -1,7 +1,7 @@
-"""Which pictures show a sweep? Drawn by matplotlib, which comes with the extra "plot".
+"""Pictures of sweeps, drawn by matplotlib, which the extra "plot" installs.
 
-Every function returns a figure; :func:`save` writes PNG and SVG. ``benchmarks/pictures.py`` has the
-pictures of comparisons.
+Each picture is returned as a figure; :func:`save` writes PNG and SVG. Pictures of comparisons are
+in ``benchmarks/pictures.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cuflash.tuning._rows import Sweep
 from cuflash.tuning._space import space
 
 Figure = Any
-#: Colours that all kinds of eyes tell apart (Okabe and Ito).
+#: Colours that are distinct for colour-blind readers, too (Okabe and Ito).
 LEVELS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999999")
 
 
@@ -34,12 +34,12 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> list[Path]:
-    """Write a figure as PNG and SVG; their paths."""
+    """Write a figure as PNG and SVG; return the paths."""
     from matplotlib import rc_context
 
     path.parent.mkdir(parents=True, exist_ok=True)
     files = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
-    # The same data give the same bytes: no date, no random names.
+    # Equal data give equal bytes: no date, no random names.
     with rc_context({"svg.hashsalt": "cuflash", "svg.fonttype": "none"}):
         figure.savefig(files[0], dpi=120, metadata={"Software": None})
         figure.savefig(files[1], metadata={"Date": None})
@@ -47,7 +47,7 @@ def save(figure: Figure, path: Path) -> list[Path]:
 
 
 def heat_map(found: Sweep, across: str = "block_n", along: str = "block_m") -> Figure:
-    """TFLOP/s of the best configuration of each tile; what cannot run says why."""
+    """TFLOP/s of the best configuration of each tile, or the reason why none runs."""
     names = list(found.header["parameters"])
     for name in (across, along):
         if name not in names:
@@ -96,7 +96,7 @@ def heat_map(found: Sweep, across: str = "block_n", along: str = "block_m") -> F
     best_values = found.best["values"]
     for values, colour, label in ((shipped, "white", "shipped"), (best_values, "#ff4b00", gain)):
         if values[across] in columns and values[along] in rows:
-            inset = 0.42 if values is shipped else 0.46  # both are seen where they are one
+            inset = 0.42 if values is shipped else 0.46  # both frames are visible on one cell
             place = columns.index(values[across]), rows.index(values[along])
             _frame(axes, *place, inset, colour, label)
     axes.set_xticks(range(len(columns)), columns)
@@ -114,7 +114,7 @@ def heat_map(found: Sweep, across: str = "block_n", along: str = "block_m") -> F
 def _reasons(
     speed: np.ndarray, texts: Mapping[tuple[int, int], str]
 ) -> list[tuple[float, int, int, str]]:
-    """Where which reason is written, over how many cells: once for neighbours that share it."""
+    """Texts with centre, row and width in cells; neighbours with the same text share one."""
     found: list[tuple[float, int, int, str]] = []
     for y in range(speed.shape[0]):
         cells = [None if np.isfinite(speed[y, x]) else texts[y, x] for x in range(speed.shape[1])]
@@ -139,7 +139,7 @@ def _frame(axes: Any, x: int, y: int, inset: float, colour: str, label: str) -> 
 
 
 def _refusals(found: Sweep, across: str, along: str) -> dict[tuple[int, int], str]:
-    """Why no configuration of a tile is legal, where none is."""
+    """Reasons of the tiles without a legal configuration."""
     header = found.header
     whole = space(
         found.workload, found.kernel, arch=header["arch"], parameters=header["parameters"]
@@ -157,7 +157,7 @@ def _refusals(found: Sweep, across: str, along: str) -> dict[tuple[int, int], st
 
 
 def parallel_coordinates(found: Sweep) -> Figure:
-    """A line for each configuration: through its parameters to its speed."""
+    """A line for each configuration, through its parameters to its speed."""
     names = list(found.header["parameters"])
     timed = sorted(found.timed, key=lambda row: -row["relative"])
     if not timed:
@@ -208,9 +208,9 @@ def parallel_coordinates(found: Sweep) -> Figure:
 def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) -> Figure:
     """The best configuration of every sweep under the roofs of products, device memory and L2.
 
-    A thin line goes down to the slowest configuration, which moves as many bytes. ``levels`` are
-    the rows of ``bench --memory``; without them device memory has its data sheet's speed and L2
-    no roof.
+    A thin line goes down to the slowest configuration, with the same bytes. ``levels`` are the rows
+    of ``bench --memory``. Without them the roof of device memory is its data sheet's speed, and L2
+    has no roof.
     """
     devices = sorted({found.device for found in sweeps})
     if len(devices) != 1:
@@ -277,12 +277,12 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
 
 
 def _what(found: Sweep) -> str:
-    """What the sweeps of one colour share: all but the length."""
+    """The label of the sweeps with one colour: everything except the length."""
     work = found.workload
     mask = ", causal" if work.causal else ""
     return f"{found.kernel}, head size {work.head_dim}, {work.dtype}{mask}"
 
 
 def without(what: str, whose: str) -> Exception:
-    """The error of a result of another kind."""
+    """The error for a result of another kind."""
     return wrong_value("result", f"no row with {what}", f"a result of {whose}")

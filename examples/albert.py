@@ -1,8 +1,8 @@
-"""How does a trained transformer run on arrays alone, with every attention from cuflash?
+"""How does a trained transformer run on plain arrays, with cuflash for attention?
 
-ALBERT (Lan et al. 2019, https://arxiv.org/abs/1909.11942) is BERT with one set of layer weights
-that all layers share, and a narrow embedding that is widened once. Everything but attention is
-plain array code, written for an array module ``xp`` that is NumPy or CuPy.
+ALBERT (Lan et al. 2019, https://arxiv.org/abs/1909.11942) is BERT with one set of weights that all
+layers share, and a narrow embedding that is widened once. Everything except attention is plain
+array code for an array module ``xp``, which is NumPy or CuPy.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ Array = Any
 
 LAYER = "encoder.albert_layer_groups.0.albert_layers.0."
 
-# q, k, v and out are (batch, seqlen, heads, head_dim), as the projections leave them: no copy.
+# The projections return q, k and v as (batch, seqlen, heads, head_dim). With these axes cuflash
+# reads and writes this layout without a copy.
 SEQUENCE_BEFORE_HEADS = [(-3, -1)] * 4
 
-_COLUMNS_OF_ONES = 8  # one would do; eight keep rows of 16 bits at multiples of 16 bytes
+_COLUMNS_OF_ONES = 8  # one is enough; with eight, 16-bit rows stay multiples of 16 bytes
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What one layer's attention was computed from: enough to read any probability afterwards.
+    """The operands of one layer's attention: enough to compute any probability afterwards.
 
-    ``q`` and ``k`` are (batch, seqlen, heads, head_dim or 3 head_dim), as attention was given
-    them; ``lse`` is (batch, heads, seqlen).
+    ``q`` and ``k`` are (batch, seqlen, heads, head_dim or 3 head_dim), as attention received them;
+    ``lse`` is (batch, heads, seqlen).
     """
 
     q: Array
@@ -40,25 +41,26 @@ class LayerAttention:
 
 
 class Albert:
-    """The encoder of a checkpoint, with its arithmetic in ``dtype`` and its arrays in ``xp``.
+    """The encoder of a checkpoint, with arithmetic in ``dtype`` and arrays of the module ``xp``.
 
     Parameters
     ----------
     config, tensors
-        As the checkpoint holds them.
+        Configuration and weights from the checkpoint.
     xp
         ``numpy`` or ``cupy``.
     dtype
-        Dtype of everything but attention.
+        Dtype of everything except attention.
     attention_dtype
-        Dtype of the q, k and v that attention is given; its result comes back in ``dtype``.
+        Dtype of the q, k and v that attention receives; its result is converted to ``dtype``.
     rounded_to
-        Dtype that q, k and v are rounded to before; default: ``attention_dtype``.
+        Dtype to which q, k and v are rounded first; the default is ``attention_dtype``.
     operand_parts
-        2 gives attention each operand as a sum of two numbers of ``attention_dtype``, which makes
-        22 bits of float16: q.k = q1.k1 + q2.k1 + q1.k2 is one product over 3 head_dim, and the two
-        parts of v are values side by side. A third part of ones adds up the weights as attention
-        rounded them, and the result is divided by that sum. 1 gives it the rounded operands. (D121)
+        With 1, attention receives the rounded operands. With 2, each operand is a sum of two
+        numbers of ``attention_dtype``, which gives 22 bits with float16: q.k = q1.k1 + q2.k1 +
+        q1.k2 is one product over 3 head_dim, and v has the columns of its two parts side by side.
+        Further columns of ones sum the weights as attention rounded them, and the result is divided
+        by that sum. (D121)
     """
 
     def __init__(
@@ -96,16 +98,16 @@ class Albert:
         token_ids
             (batch, seqlen) int, padded on the right.
         lengths
-            (batch,) int, how many tokens of each row are real.
+            (batch,) int, number of tokens in each row, without padding.
         keep
-            Index of the layer that hands back its attention.
+            Index of the layer whose attention is returned.
 
         Returns
         -------
         hidden
-            (batch, seqlen, hidden_size); rows of padding are meaningless.
+            (batch, seqlen, hidden_size); rows of padding have no meaning.
         attention
-            The kept layer's :class:`LayerAttention`.
+            The :class:`LayerAttention` of that layer.
         """
         positions = np.arange(token_ids.shape[1])
         x = (
@@ -115,7 +117,7 @@ class Albert:
         )
         x = self.layer_norm(x, "embeddings.LayerNorm")
         x = self.linear(x, "encoder.embedding_hidden_mapping_in")
-        # Lengths per batch entry broadcast against (batch, heads), hence the trailing axis of 1.
+        # Lengths broadcast against (batch, heads): one per batch entry needs a trailing axis of 1.
         options = cuflash.Options(
             kv_lengths=self.xp.asarray(lengths)[:, None],
             scale=(self.config["hidden_size"] // self.config["num_attention_heads"]) ** -0.5,
@@ -130,7 +132,7 @@ class Albert:
         return x, kept
 
     def layer(self, x: Array, options: cuflash.Options) -> tuple[Array, LayerAttention]:
-        """Attention and a feed-forward network, each added to its input and normalised."""
+        """Attention, then a feed-forward network; each is added to its input and normalised."""
         q, k, v = (
             self.heads(self.linear(x, f"{LAYER}attention.{operand}"))
             for operand in ("query", "key", "value")
@@ -145,7 +147,7 @@ class Albert:
     def attend(
         self, q: Array, k: Array, v: Array, options: cuflash.Options
     ) -> tuple[Array, LayerAttention]:
-        """Attention of one layer, given and returned as (batch, seqlen, heads, head_dim)."""
+        """Attention of one layer; operands and result are (batch, seqlen, heads, head_dim)."""
         xp = self.xp
         head_dim = v.shape[-1]
         if self.operand_parts == 2:
@@ -169,7 +171,7 @@ class Albert:
         return out.astype(self.dtype, copy=False), LayerAttention(q, k, lse, options)
 
     def two_parts(self, x: Array) -> tuple[Array, Array]:
-        """Split an array into two of ``attention_dtype`` that add up to it almost exactly."""
+        """Split an array into two of ``attention_dtype`` whose sum is almost exactly the array."""
         leading = x.astype(self.attention_dtype)
         return leading, (x - leading.astype(x.dtype)).astype(self.attention_dtype)
 

@@ -1,8 +1,8 @@
-"""What do approximations of attention cost a trained transformer that never met them?
+"""How large are the errors of approximations in a transformer that was trained without them?
 
-RXNMapper's ALBERT reads one text of several reactions. Each head's q, k and v go to the methods of
-`approximate.py`: their errors are of the head's own result, relative to how its rows differ. Then a
-method takes the place of attention in all layers, and the error is of the last hidden features.
+RXNMapper's ALBERT reads one text of several reactions. The methods of `approximate.py` compute each
+head from its q, k and v. The error of a head is relative to the variation of its rows. Then each
+method replaces attention in all layers, and the error of the last hidden features is measured.
 
     python examples/approximate_trained.py
 """
@@ -26,12 +26,12 @@ import cuflash
 Array = Any
 Method = Callable[[Array, Array, Array], Array]
 
-#: Two of each method.
+#: Two sizes for each method.
 KEYS, FEATURES, REACHES = (16, 64), (256, 4096), (8, 32)
 
 
 class Watched(Albert):
-    """The model, with every head of every layer computed by ``method`` and kept."""
+    """The model, which computes every head by ``method`` and keeps the operands of all heads."""
 
     method: Method = staticmethod(cuflash.attention)
 
@@ -61,17 +61,17 @@ def methods(head_dim: int) -> dict[str, Method]:
 
 
 def fitted_linformer(r: int, q: Array, k: Array, v: Array) -> Array:
-    """Fitted to the head itself, which is the best that it can do."""
+    """Linformer, fitted to the head itself, which is the best case for this method."""
     return approximate.linformer(q, k, v, *approximate.fit_linformer(q, k, v, r))
 
 
 def error(found: Array, exact: Array) -> float:
-    """1 is no better than the mean row."""
+    """Relative error; 1 is as bad as a result in which all rows are the mean row."""
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact - exact.mean(axis=0)))
 
 
 def token_ids(vocabulary: list[str]) -> np.ndarray:
-    """(1, seqlen): the published reactions side by side, as one."""
+    """Token ids (1, seqlen) of all published reactions, joined into one."""
     sides = [text.split(reactions.ARROW) for text in PUBLISHED | PUBLISHED_GENERAL]
     text = reactions.ARROW.join(".".join(side) for side in zip(*sides, strict=True))
     tokens = ["[CLS]", *reactions.tokenise(text), "[SEP]"]
@@ -79,7 +79,7 @@ def token_ids(vocabulary: list[str]) -> np.ndarray:
 
 
 def run(checkpoint: rxnmapper_weights.Checkpoint) -> dict[str, tuple[float, float, float]]:
-    """Median and largest error of heads, and the error of the last features, by method."""
+    """By method: median and largest error of heads, and the error of the last features."""
     ids = token_ids(checkpoint.vocabulary)
     lengths = np.array([ids.shape[1]])
 
@@ -100,7 +100,7 @@ def run(checkpoint: rxnmapper_weights.Checkpoint) -> dict[str, tuple[float, floa
 
 
 def main() -> int:
-    """Print the table; 2: the model is not there."""
+    """Print the table; return 2 if the model cannot be downloaded."""
     try:
         checkpoint = rxnmapper_weights.read_checkpoint(rxnmapper_weights.obtain_wheel())
     except rxnmapper_weights.WheelUnavailableError as problem:

@@ -1,4 +1,4 @@
-"""Where do the arrays of an example live, on a GPU that cuflash can use or on the CPU?"""
+"""Does an example use a GPU that cuflash supports, or the CPU?"""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import cuflash
 
 
 class NoGpuError(RuntimeError):
-    """No GPU can be used; the message is one line that says why."""
+    """No GPU can be used; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where arrays live: the array module and a line that describes the machine."""
+    """The array module (NumPy or CuPy), and a line that describes the machine."""
 
     xp: Any
     description: str
 
     @property
     def is_gpu(self) -> bool:
-        """Whether arrays live on a GPU."""
+        """Whether arrays are on a GPU."""
         return self.xp is not np
 
     def synchronize(self) -> None:
-        """Wait until everything asked for is computed."""
+        """Wait until the GPU has computed everything."""
         if self.is_gpu:
             self.xp.cuda.get_current_stream().synchronize()
 
     def to_host(self, array: Any) -> np.ndarray:
-        """Return an array as NumPy's."""
+        """Return a NumPy array."""
         return array.get() if self.is_gpu else np.asarray(array)
 
     def serves(self, dtype: Any) -> bool:
-        """Whether cuflash computes in a dtype here."""
+        """Whether cuflash supports a dtype on this device."""
         probe = self.xp.zeros((1, 16), dtype=dtype)
         try:
             cuflash.attention(probe, probe, probe)
@@ -69,7 +69,7 @@ def gpu() -> Device:
 
 
 def choose_device(wanted: str) -> Device:
-    """Choose by "auto", "cpu" or "gpu"."""
+    """Return the device for "auto", "cpu" or "gpu"."""
     if wanted == "cpu":
         return cpu()
     try:

@@ -1,7 +1,8 @@
 """Which atom of the product was which atom of the reactants? A trained transformer answers.
 
-The transformer that the PyPI package rxnmapper carries runs on cuflash.attention, without torch,
-and reproduces the confidences published with it. Then one long sequence shows time and memory.
+The transformer from the PyPI package rxnmapper runs on cuflash.attention, without torch, and
+reproduces the confidences that were published with it. Then one long sequence shows time and
+memory.
 
     python examples/atom_mapping.py
     python examples/atom_mapping.py --reaction "CC(=O)Cl.CCO>>CC(=O)OCC"
@@ -27,7 +28,7 @@ from progress import sign_of_life
 
 import cuflash
 
-# The head that learned to follow atoms (Schwaller et al. 2021); both count from 0.
+# The attention head that learned to follow atoms (Schwaller et al. 2021); both count from 0.
 LAYER = 10
 HEAD = 5
 
@@ -45,21 +46,21 @@ PUBLISHED_GENERAL = {
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """One way to run the model: a name for it, its dtypes and the difference it may show."""
+    """One way to run the model: its name, its dtypes, and the allowed difference."""
 
     name: str
-    dtype: Any  # of everything but attention
+    dtype: Any  # of everything except attention
     attention_dtype: Any
-    rounded_to: Any  # dtype that q, k and v are rounded to before
+    rounded_to: Any  # dtype to which q, k and v are rounded first
     operand_parts: int
-    allowed: float | None
+    allowed: float | None  # of a confidence; None: not judged
 
 
-# Twelve layers amplify rounding. Measured: rounding q, k and v to float16 moves a confidence by
-# 2e-5 (one standard deviation; 5e-5 the most of twelve), although attention is exact. No kernel
-# could do better, so that plain float16 is shown beside exact attention of the same operands, and
-# not judged. Two float16 parts of each operand carry 22 bits: what is left is the kernel's own
-# rounding.
+# Twelve layers amplify rounding. In measurements, rounding q, k and v to float16 changed a
+# confidence by 2e-5 (one standard deviation; at most 5e-5 in twelve), even with exact attention. No
+# kernel could do better. So plain float16 is not judged, but shown beside exact attention of the
+# same operands. Two float16 parts of each operand have 22 bits: then only the kernel's own rounding
+# remains.
 ARITHMETICS = (
     Arithmetic("float64", np.float64, np.float64, np.float64, 1, 1e-6),
     Arithmetic("float32", np.float32, np.float32, np.float32, 1, 1e-6),
@@ -88,10 +89,10 @@ def token_batch(
 
 
 def atom_attention(kept: Any, index: int, length: int, reaction: reactions.Reaction) -> np.ndarray:
-    """Attention between the atoms of one reaction, both directions added up.
+    """Attention between the atoms of one reaction, summed over both directions.
 
-    Only these probabilities are computed, from the stored logarithms of the sums: a block of
-    (product atoms, reactant atoms) and one of (reactant atoms, product atoms).
+    Only the needed probabilities are computed, from the stored logsumexp: a block of (product
+    atoms, reactant atoms) and a block of (reactant atoms, product atoms).
     """
     tokens = reaction.atoms.tokens + 1  # [CLS] comes first
     reactant, product = np.split(tokens, [reaction.num_reactant_atoms])
@@ -122,7 +123,7 @@ def map_batch(
     longest = checkpoint.config["max_position_embeddings"]
     token_ids, lengths = token_batch(checkpoint.vocabulary, batch, longest)
     if device.is_gpu:
-        model.encode(token_ids, lengths, LAYER)  # compiles
+        model.encode(token_ids, lengths, LAYER)  # the first call compiles the kernels
     device.synchronize()
     start = time.perf_counter()
     _, kept = model.encode(token_ids, lengths, LAYER)
@@ -136,7 +137,7 @@ def map_batch(
 
 
 def published_reactions() -> dict[str, float]:
-    """The published reactions that can be read here; reactions with rings need RDKit."""
+    """The published reactions that can be read; reactions with rings need RDKit."""
     try:
         reactions.import_rdkit()
     except ImportError as error:
@@ -148,7 +149,7 @@ def published_reactions() -> dict[str, float]:
 def show_mapping(
     arguments: argparse.Namespace, checkpoint: rxnmapper_weights.Checkpoint, device: Device
 ) -> bool:
-    """Map the reactions in every arithmetic; say whether all published numbers came out."""
+    """Map the reactions in every arithmetic; return whether all published numbers came out."""
     if arguments.reaction:
         texts = [
             text if arguments.as_written or text in PUBLISHED else reactions.canonical(text)
@@ -264,7 +265,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; 0: all published numbers reproduced, 1: not, 2: cannot run as asked."""
+    """Run the demo; 0: all published numbers reproduced, 1: some not, 2: it cannot run."""
     arguments = parse(argv)
     try:
         return show(arguments)

@@ -1,9 +1,10 @@
-"""How would one photograph look in the colours of another? By optimal transport of every pixel.
+"""How would one photograph look in the colours of another? By optimal transport of all pixels.
 
 The pixels of scikit-learn's two photographs are two clouds of 273,280 colours. The optimal plan
-between them would be a matrix of 299 GB in float32; `optimal_transport` finds its potentials with
-`cuflash.logsumexp` and what it does to the colours with `cuflash.attention`, in O(pixels) memory.
-On a CPU a sample of the pixels finds the potentials, and all of them are painted.
+between them would be a matrix of 299 GB in float32. `optimal_transport` needs only O(pixels)
+memory: it finds the potentials of the plan with `cuflash.logsumexp`, and applies the plan to the
+colours with `cuflash.attention`. On a CPU the potentials are found from a sample of the pixels, and
+then applied to all pixels.
 
     python examples/colour_transfer.py
     python examples/colour_transfer.py --pixels 10000 --epsilon 0.002
@@ -38,15 +39,15 @@ MEMORY_LIMIT = 10**9
 class Photographs:
     """Two images (height, width, 3) of colours from 0 to 1, and the colour between their means.
 
-    Transport knows differences only: counted from that colour, products are small and so is what
-    they round.
+    Transport depends on differences of colours only. Relative to this middle colour, products and
+    their rounding errors are small.
     """
 
     images: tuple[np.ndarray, np.ndarray]
     middle: np.ndarray
 
     def clouds(self, xp: Any, pixels: int | None, seed: int) -> list[Array]:
-        """Colours (pixels, 3) of both, all or as many as wanted, in float32."""
+        """Colours (pixels, 3) of both images in float32: all pixels, or a sample."""
         rng = np.random.default_rng(seed)
         clouds = []
         for image in self.images:
@@ -57,7 +58,7 @@ class Photographs:
         return clouds
 
     def painted(self, device: Device, plan: Plan) -> list[np.ndarray]:
-        """Both images in the colours that the plan sends theirs to."""
+        """Both images, with the colours to which the plan transports theirs."""
         xp = device.xp
         found = []
         for image, towards in zip(self.images, (plan, plan.transposed()), strict=True):
@@ -68,7 +69,7 @@ class Photographs:
 
 
 def load_photographs() -> Photographs:
-    """Read the two photographs that scikit-learn carries."""
+    """Read the two photographs that are part of scikit-learn."""
     try:
         from sklearn.datasets import load_sample_image
     except ImportError as error:
@@ -80,7 +81,7 @@ def load_photographs() -> Photographs:
 
 
 def check(device: Device, photographs: Photographs, epsilon: float, tolerance: float) -> bool:
-    """Compare the colours of a small sample with the colours by a dense solver in float64."""
+    """Compare transported colours of a small sample with those of a dense solver in float64."""
     x, y = photographs.clouds(device.xp, CHECKED_PIXELS, seed=1)
     options = {"relaxation": RELAXATION, "tolerance": tolerance}
     plans = list(solve(first_plan(x, y), epsilon, **options))
@@ -100,10 +101,11 @@ def check(device: Device, photographs: Photographs, epsilon: float, tolerance: f
 
 
 def rounding(plan: Plan, steps: int) -> float:
-    """What float32 may change in a colour after a number of steps.
+    """The error of a colour that float32 may cause after a number of steps.
 
-    A step rounds exponents of the size of their two terms, a random walk of such errors adds up in
-    the potentials, and a mean moves by the colours' diameter times what the exponents move.
+    A step rounds exponents, whose error depends on the size of their two terms. These errors add up
+    in the potentials as a random walk. A mean colour then changes by the error of the exponents
+    times the diameter of the cloud of colours.
     """
     radius = max(float(np.linalg.norm(z, axis=-1).max()) for z in (plan.x, plan.y))
     largest = plan.scale * radius**2 + max(abs(plan.phi).max(), abs(plan.psi).max())
@@ -111,7 +113,7 @@ def rounding(plan: Plan, steps: int) -> float:
 
 
 def find_plan(device: Device, x: Array, y: Array, epsilon: float, tolerance: float) -> Plan:
-    """Solve; say how well and how fast."""
+    """Find the plan; print its error and the speed."""
     start = time.perf_counter()
     options = {"tolerance": tolerance, "relaxation": RELAXATION}
     with sign_of_life(f"Sinkhorn's steps, {len(x):,} x {len(y):,} pixels"):
@@ -129,7 +131,7 @@ def find_plan(device: Device, x: Array, y: Array, epsilon: float, tolerance: flo
 
 
 def show_memory(device: Device, pixels: int) -> bool:
-    """Say what a GPU's memory pool took in all; a CPU keeps no such record."""
+    """Print the memory that the GPU's pool took in all. NumPy keeps no such record."""
     if not device.is_gpu:
         return True
     taken = device.xp.get_default_memory_pool().total_bytes()
@@ -141,7 +143,7 @@ def show_memory(device: Device, pixels: int) -> bool:
 
 
 def draw(photographs: Photographs, painted: Sequence[np.ndarray], path: Path) -> None:
-    """Draw both photographs, each beside itself in the colours of the other."""
+    """Draw both photographs, each beside its version in the colours of the other."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -168,7 +170,7 @@ def positive(number: Callable[[str], float]) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"got {text}, expected a positive number")
         return value
 
-    parse_one.__name__ = number.__name__  # what argparse calls it where text is no number
+    parse_one.__name__ = number.__name__  # argparse shows this name if the text is not a number
     return parse_one
 
 
@@ -196,7 +198,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the example; 0: it agrees with the dense solver, 1: not, 2: it cannot run as asked."""
+    """Run the example; 0: it agrees with the dense solver, 1: it does not, 2: it cannot run."""
     arguments = parse(argv)
     try:
         return run(arguments)

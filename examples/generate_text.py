@@ -1,10 +1,10 @@
 """Does a transformer write the same text with a cache of keys and values as without?
 
 A small transformer learns the text of the licence letter by letter, with causal attention and its
-gradient by cuflash. Then it continues some beginnings, always with the likeliest letter: once with
-`cuflash.KVCache`, where a step asks with the queries of one letter, and once by attention of the
-whole text so far. Both have to write the same letters. On a GPU a step with the cache is captured
-once, and each letter replays that graph.
+gradient by cuflash. Then it continues some beginnings, always with the likeliest letter. It does so
+twice: with `cuflash.KVCache`, where each step computes attention for one new letter only, and with
+attention over the whole text so far. Both must write the same letters. On a GPU, a step with the
+cache is captured in a CUDA graph once, and each letter replays that graph.
 
     python examples/generate_text.py
     python examples/generate_text.py --batch 1 64 --letters 2000 --json times.json
@@ -35,17 +35,17 @@ import cuflash
 
 TEXT = Path(__file__).resolve().parents[1] / "LICENSE"
 SEQUENCE_BEFORE_HEADS = [(-3, -1)] * 4
-#: q, k, v of new letters (batch, t, heads, head_dim) in some layer -> out.
+#: (layer, and q, k, v of new letters as (batch, t, heads, head_dim)) -> out.
 Attend = Callable[[int, Array, Array, Array], Array]
 
 
 def turned(xp: Any, x: Array, first: int, *, inverse: bool = False) -> Array:
-    """Rotary embedding of (batch, t, heads, head_dim), whose first letter is at ``first``."""
+    """Rotary embedding of (batch, t, heads, head_dim); the first letter has position ``first``."""
     return cuflash.rotary(x, first + xp.arange(x.shape[1])[:, None], inverse=inverse)
 
 
 class Writer:
-    """A causal transformer over letters: parameters, and what it makes of a text."""
+    """A causal transformer over letters: its parameters, training and writing."""
 
     def __init__(self, xp: Any, letters: str, shape: transformer.Shape, seed: int) -> None:
         self.xp, self.letters, self.shape = xp, letters, shape
@@ -60,11 +60,11 @@ class Writer:
         return self.xp.asarray([self.letters.index(letter) for letter in text])
 
     def text(self, numbers: Array) -> str:
-        """The letters of numbers."""
+        """The text of numbers."""
         return "".join(self.letters[int(n)] for n in numbers)
 
     def loss_and_gradient(self, numbers: Array, following: Array) -> tuple[float, Parameters]:
-        """Mean cross-entropy of the letters that follow, (batch, t), and its gradient."""
+        """Mean cross-entropy of the ``following`` letters (batch, t), and its gradient."""
         xp, parameters = self.xp, self.parameters
         x, gradient, pullbacks = parameters["letter"][numbers], {}, []
         for layer in range(self.shape.num_layers):
@@ -87,7 +87,7 @@ class Writer:
         return float(loss), gradient
 
     def _learn(self, q: Array, k: Array, v: Array) -> tuple[Array, Pullback]:
-        """Causal attention of whole texts, and its pullback through the embedding."""
+        """Causal attention of whole texts, and its pullback through the rotary embedding."""
         xp = self.xp
         turned_q, turned_k = (turned(xp, x, 0) for x in (q, k))
         axes = SEQUENCE_BEFORE_HEADS
@@ -100,7 +100,7 @@ class Writer:
         return out, back
 
     def likeliest(self, numbers: Array, attend: Attend) -> Array:
-        """The likeliest letter behind each text, (batch,), from its newest letters (batch, t)."""
+        """The likeliest next letter of each text, (batch,), from its newest letters (batch, t)."""
         xp, parameters = self.xp, self.parameters
         x = parameters["letter"][numbers]
         for layer in range(self.shape.num_layers):
@@ -114,7 +114,7 @@ class Writer:
         return (normal @ parameters["classes"]).argmax(axis=-1)
 
     def with_cache(self, numbers: Array, letters: int) -> tuple[Array, list[float]]:
-        """Continue texts (batch, t) by so many letters, and the seconds of each; keys are kept."""
+        """Continue texts (batch, t) with a cache of keys; return them and seconds per letter."""
         xp, shape, (batch, start) = self.xp, self.shape, numbers.shape
         caches = [
             cuflash.KVCache(
@@ -123,7 +123,7 @@ class Writer:
             )
             for _ in range(shape.num_layers)
         ]  # fmt: skip
-        # What a captured step writes to, the same for all layers.
+        # A captured step writes to these arrays, which all layers share.
         turned_q, out = xp.empty((2, batch, shape.num_heads, 1, shape.head_dim), np.float32)
         k_pages, v_pages, table, _ = caches[0].arrays
         size = cuflash.workspace_size(out, k_pages, v_pages, page_table=table, causal=True)
@@ -135,7 +135,7 @@ class Writer:
             position, place = cache.lengths[:, None, None], turned_q
             if q.shape[2] == 1:
                 given = room
-            else:  # the texts that are given
+            else:  # the given beginnings, in one call
                 position, place = position + xp.arange(q.shape[2]), None
             q = cuflash.rotary(q, position, out=place)
             cache.append(k, v, rotary=True)
@@ -163,7 +163,7 @@ class Writer:
         return written, seconds
 
     def without_cache(self, numbers: Array, letters: int) -> tuple[Array, list[float]]:
-        """The same, where each letter takes attention of the whole text before it."""
+        """Continue texts without a cache: each letter needs attention over the whole text."""
         xp = self.xp
 
         def attend(_: int, q: Array, k: Array, v: Array) -> Array:
@@ -181,13 +181,13 @@ class Writer:
 
 
 def synchronize(xp: Any) -> None:
-    """Wait until everything asked for is computed."""
+    """Wait until the GPU has computed everything."""
     if xp is not np:
         xp.cuda.get_current_stream().synchronize()
 
 
 class Summed:
-    """A matrix by which rows are multiplied as sums: CuPy lets no graph capture cuBLAS."""
+    """A matrix whose products are computed as sums, since CuPy cannot capture cuBLAS in graphs."""
 
     __array_ufunc__ = None
 
@@ -199,7 +199,7 @@ class Summed:
 
 
 def summed(parameters: Parameters) -> Parameters:
-    """Parameters with matrices that a graph can capture."""
+    """Parameters with matrices whose products a graph can capture."""
     return {
         name: Summed(a) if a.ndim == 2 and name != "letter" else a for name, a in parameters.items()
     }
@@ -207,10 +207,10 @@ def summed(parameters: Parameters) -> Parameters:
 
 @contextmanager
 def repeated(xp: Any, step: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """What repeats a step that writes to the same arrays each time: on a GPU, a captured graph.
+    """A function that repeats a step, which must write to the same arrays each time.
 
-    The first call is the step itself, which compiles and takes memory, of a pool that nobody else
-    takes from; it is captured by the second.
+    On a GPU the first call runs the step, which compiles kernels and takes memory from a pool of
+    its own. The second call captures the step in a CUDA graph. This and all later calls replay it.
     """
     if xp is np:
         yield step
@@ -233,7 +233,7 @@ def repeated(xp: Any, step: Callable[[], None]) -> Iterator[Callable[[], None]]:
 
 
 def trained(device: Device, text: str, steps: int, seqlen: int = 64, batch: int = 16) -> Writer:
-    """A writer that has read the text so many times a batch."""
+    """Train a writer on the text for a number of steps."""
     xp = device.xp
     letters = "".join(sorted(set(text)))
     shape = transformer.Shape(num_layers=2, num_heads=4, head_dim=16, num_classes=len(letters))
@@ -252,7 +252,7 @@ def trained(device: Device, text: str, steps: int, seqlen: int = 64, batch: int 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train once, and write with each number of texts; 0: all letters are the same."""
+    """Train once, then write with each batch size; 0: all letters are the same."""
     device = choose_device(arguments.device)
     print(f"on {device.description}")
     text = TEXT.read_text(encoding="utf-8")
@@ -275,7 +275,7 @@ def run(arguments: argparse.Namespace) -> int:
 def written_twice(
     device: Device, writer: Writer, beginnings: Array, letters: int
 ) -> tuple[dict[str, list[float]], bool]:
-    """The seconds of each letter, with a cache and without, and whether all texts are the same."""
+    """Seconds of each letter with a cache and without, and whether all texts are the same."""
     found, times = {}, {}
     batch, start = beginnings.shape
     for name, write in (("with", writer.with_cache), ("without", writer.without_cache)):
@@ -298,7 +298,7 @@ def written_twice(
 
 
 def draw(files: Sequence[Path], picture: Path) -> None:
-    """Time of a letter against the letters before it, of runs that were kept as JSON."""
+    """Draw the time of a letter against the number of letters before it, from JSON files."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -308,9 +308,9 @@ def draw(files: Sequence[Path], picture: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for number, kept in enumerate(runs):
         for name, style in (("without", "--"), ("with", "-")):
-            ms = 1e3 * np.array(kept["seconds"][name])[2:-1]  # the first compile, or are captured
+            ms = 1e3 * np.array(kept["seconds"][name])[2:-1]  # the first two compile and capture
             window = max(1, len(ms) // 50)
-            # Of neighbours the fastest: what else runs can only add.
+            # The fastest of neighbouring letters: other programs can only add time.
             quiet = [min(ms[i : i + window]) for i in range(0, len(ms), window)]
             before = kept["start"] + 2 + window * np.arange(len(quiet))
             device, batch = kept["device"].partition(",")[0], kept["batch"]

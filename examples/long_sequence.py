@@ -1,4 +1,4 @@
-"""What do time and memory look like at a length where the score matrix no longer fits well?"""
+"""How much time and memory does a sequence take whose score matrix hardly fits into memory?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAST_ROWS = 32
 
 @dataclass(frozen=True)
 class Run:
-    """Results of one forward and backward, its time and the memory it took on top of its input."""
+    """Results of one forward and backward, their time, and their memory beyond the inputs."""
 
     arrays: dict[str, Array]
     seconds: float
@@ -40,7 +40,7 @@ def fused(q: Array, k: Array, v: Array, dout: Array) -> dict[str, Array]:
 
 
 def unfused(q: Array, k: Array, v: Array, dout: Array) -> dict[str, Array]:
-    """The same as dense matrices: two of (batch, heads, seqlen, seqlen) at once, no third."""
+    """The same with dense matrices; at most two (batch, heads, seqlen, seqlen) exist at once."""
     scale = q.dtype.type(q.shape[-1] ** -0.5)
     seqlen = q.shape[-2]
     future = np.triu(np.ones((seqlen, seqlen), dtype=bool), 1)
@@ -60,7 +60,7 @@ def unfused(q: Array, k: Array, v: Array, dout: Array) -> dict[str, Array]:
 
 
 def measure_on_cpu(compute: Callable[..., dict[str, Array]], *inputs: Array) -> Run:
-    """Run twice: for the peak, of which NumPy tells tracemalloc, and without it for the time."""
+    """Run twice: with tracemalloc, to which NumPy reports memory, and without it for the time."""
     # D119.
     tracemalloc.start()
     try:
@@ -78,7 +78,7 @@ def measure_on_gpu(
 ) -> tuple[float, Run]:
     """Run twice; return the seconds of the first call, which compiles, and the second run.
 
-    The peak is what CuPy's memory pool had to add to the inputs in the first call.
+    The peak is the memory that CuPy's pool took in addition to the inputs.
     """
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
@@ -95,7 +95,7 @@ def measure_on_gpu(
 
 
 def show_on_cpu(*, quick: bool) -> bool:
-    """Compare cuflash with the unfused computation; say whether their results agree."""
+    """Compare cuflash with the unfused computation; return whether their results agree."""
     shape = shortened(CPU_SHAPE, quick)
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal(shape, dtype=np.float32) for _ in range(4)]
@@ -117,7 +117,7 @@ def show_on_cpu(*, quick: bool) -> bool:
 
 
 def show_on_gpu(cupy: Any, *, quick: bool) -> bool:
-    """Run cuflash where the unfused form hardly fits; check some rows against dense ones."""
+    """Run cuflash where the unfused computation hardly fits; check some rows densely."""
     shape = shortened(GPU_SHAPE, quick)
     rng = cupy.random.default_rng(0)
     inputs = [
@@ -130,7 +130,7 @@ def show_on_gpu(cupy: Any, *, quick: bool) -> bool:
         first_seconds, ours = measure_on_gpu(cupy, fused, *inputs)
     batch, num_heads, seqlen, head_dim = shape
     matrix = batch * num_heads * seqlen**2
-    # Forward has 2 products and backward 5, of which a causal mask leaves half.
+    # The forward has 2 products and the backward 5. A causal mask halves them.
     flops = 7 * 2 * matrix * head_dim / 2
     print(
         f"\n  time          {1e3 * ours.seconds:.1f} ms ({flops / ours.seconds / 1e12:.0f} TFLOP/s)"
@@ -145,7 +145,7 @@ def show_on_gpu(cupy: Any, *, quick: bool) -> bool:
 
 
 def row_errors(xp: Any, arrays: dict[str, Array], inputs: list[Array]) -> dict[str, float]:
-    """Compare some rows of a result with dense ones in float32; the whole would not fit."""
+    """Compare some rows of the results with dense float32 rows; all rows would not fit."""
     rows = xp.asarray(rows_to_check(inputs[0].shape[-2]))
     wanted = dense_rows(xp, rows, *(x.astype(np.float32) for x in inputs))
     last_rows = slice(-LAST_ROWS, None)
@@ -157,15 +157,15 @@ def row_errors(xp: Any, arrays: dict[str, Array], inputs: list[Array]) -> dict[s
 
 
 def rows_to_check(seqlen: int) -> np.ndarray:
-    """Rows spread over the second half, where results are of one size, and the last ones."""
+    """Rows spread over the second half, where results have similar sizes, and the last rows."""
     spread = np.linspace(seqlen // 2, seqlen - LAST_ROWS, LAST_ROWS, endpoint=False)
     return np.concatenate([spread.astype(int), np.arange(seqlen - LAST_ROWS, seqlen)])
 
 
 def dense_rows(xp: Any, rows: Array, q: Array, k: Array, v: Array, dout: Array) -> dict[str, Array]:
-    """Compute out and dq of ``rows`` alone, and dk and dv of the last keys, densely.
+    """Compute out and dq of ``rows`` only, and dk and dv of the last keys, densely.
 
-    ``rows`` end with the last LAST_ROWS queries: they alone see the last LAST_ROWS keys.
+    ``rows`` end with the last LAST_ROWS queries: only these see the last LAST_ROWS keys.
     """
     scale = q.shape[-1] ** -0.5
     q, dout = q[..., rows, :], dout[..., rows, :]
@@ -201,10 +201,11 @@ def listed(errors: dict[str, float]) -> str:
 
 
 def agreement(dtype: Any, seqlen: int) -> float:
-    """Difference that rounding explains between two ways to compute the same, in relative terms.
+    """The relative difference between two ways to compute the same that rounding can explain.
 
     bfloat16: two roundings of 2^-7, of the probabilities and of the result. float32: sums of
-    ``seqlen`` terms in another order, a random walk of as many roundings; four deviations of it.
+    ``seqlen`` terms in different orders; four standard deviations of a random walk of as many
+    roundings.
     """
     if np.dtype(dtype) == ml_dtypes.bfloat16:
         return 2 * 2.0**-7

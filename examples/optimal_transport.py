@@ -1,21 +1,22 @@
-"""What is the optimal plan between two clouds, when its matrix would be too large to write down?
+"""What is the optimal plan between two clouds of points, if its matrix is too large to store?
 
 Entropic optimal transport (Cuturi 2013, https://arxiv.org/abs/1306.0895) between n points x and
 m points y of equal weights, at the cost |x - y|^2, has the plan
 
     P_ij = exp((f_i + g_j - |x_i - y_j|^2) / epsilon) / (n m),   rows sum to 1/n, columns to 1/m.
 
-Squares of rows and columns go into the potentials: with phi_i = (|x_i|^2 - f_i) / epsilon and
-psi_j = (|y_j|^2 - g_j) / epsilon,
+The squares |x_i|^2 and |y_j|^2 can be part of the potentials. With phi_i = (|x_i|^2 - f_i) /
+epsilon and psi_j = (|y_j|^2 - g_j) / epsilon,
 
-    n m P_ij = exp(2 x_i.y_j / epsilon - phi_i - psi_j),
+    n m P_ij = exp(2 x_i.y_j / epsilon - phi_i - psi_j).
 
-and to make the sums of the rows right is a `logsumexp` with the other potential as its key bias,
+The phi for which the rows have the right sums is a `logsumexp` with the other potential as a bias
+of keys:
 
     phi_i = log sum_j exp(2 x_i.y_j / epsilon - psi_j - log m).
 
-That is Sinkhorn's step; what the plan does to the values of y is `attention` with the same bias.
-Neither holds a matrix of n x m.
+This is Sinkhorn's step. The plan is applied to values of y by `attention` with the same bias.
+Neither stores an n x m matrix.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ class Plan:
 
     @property
     def scale(self) -> float:
-        """What x.y is multiplied by."""
+        """The factor of x.y in the exponent."""
         return 2 / self.epsilon
 
     def phi_of_psi(self) -> Array:
-        """Return the phi that makes the rows' sums right."""
+        """Return the phi for which the rows have the right sums."""
         return cuflash.logsumexp(self.x, self.y, scale=self.scale, bias=key_bias(self.psi))
 
     def psi_of_phi(self) -> Array:
-        """Return the psi that makes the columns' sums right."""
+        """Return the psi for which the columns have the right sums."""
         return cuflash.logsumexp(self.y, self.x, scale=self.scale, bias=key_bias(self.phi))
 
     def mean_for(self, points: Array, values: Array) -> Array:
-        """Return the mean of the values (m, e) of y, as the plan weighs them for any points."""
+        """Return means of the values (m, e) of y, with the weights of the plan for any points."""
         return cuflash.attention(points, self.y, values, scale=self.scale, bias=key_bias(self.psi))
 
     def transposed(self) -> Plan:
@@ -64,17 +65,17 @@ class Plan:
         return replace(self, x=self.y, y=self.x, phi=self.psi, psi=self.phi)
 
     def at(self, epsilon: float) -> Plan:
-        """Take the same f and g to another epsilon."""
+        """Return the plan with the same f and g and another epsilon."""
         # phi = (|x|^2 - f) / epsilon: only the denominator changes.
         ratio = self.phi.dtype.type(self.epsilon / epsilon)
         return replace(self, epsilon=epsilon, phi=ratio * self.phi, psi=ratio * self.psi)
 
 
 class DensePlan(Plan):
-    """The same by the textbook: f, g and a matrix of costs."""
+    """The same plan computed as in textbooks, with f, g and a matrix of costs."""
 
     def phi_of_psi(self) -> Array:
-        """Return the phi that makes the rows' sums right."""
+        """Return the phi for which the rows have the right sums."""
         exponents = self._exponents(self.x)
         largest = exponents.max(axis=-1)
         means = np.exp(exponents - largest[:, None]).mean(axis=-1)
@@ -82,24 +83,24 @@ class DensePlan(Plan):
         return ((self.x**2).sum(axis=-1) - f) / self.epsilon
 
     def psi_of_phi(self) -> Array:
-        """Return the psi that makes the columns' sums right."""
+        """Return the psi for which the columns have the right sums."""
         return self.transposed().phi_of_psi()
 
     def mean_for(self, points: Array, values: Array) -> Array:
-        """Return the mean of the values (m, e) of y, as the plan weighs them for any points."""
+        """Return means of the values (m, e) of y, with the weights of the plan for any points."""
         exponents = self._exponents(points)
         weights = np.exp(exponents - exponents.max(axis=-1, keepdims=True))
         return weights @ values / weights.sum(axis=-1, keepdims=True)
 
     def _exponents(self, points: Array) -> Array:
-        """(g - costs) / epsilon: too far from 0 for `exp` where epsilon is small."""
+        """Return (g - costs) / epsilon, which may be out of range for `exp` if epsilon is small."""
         costs = ((points[:, None] - self.y) ** 2).sum(axis=-1)
         g = (self.y**2).sum(axis=-1) - self.epsilon * self.psi
         return (g - costs) / self.epsilon
 
 
 def key_bias(potential: Array) -> Array:
-    """(1, keys): the same for every query."""
+    """Return a bias (1, keys), which is the same for every query."""
     return (-potential - potential.dtype.type(math.log(len(potential))))[None]
 
 
@@ -110,10 +111,10 @@ def first_plan(x: Array, y: Array, epsilon: float = 2.0, kind: type[Plan] = Plan
 
 
 def sinkhorn_step(plan: Plan, relaxation: float = 1.0) -> tuple[Plan, float]:
-    """Return the next plan, and the mass that was in the wrong rows of this one.
+    """Return the next plan, and the mass that was in the wrong rows of the given plan.
 
-    A relaxation between 1 and 2 goes farther than the sums ask for, which takes fewer steps where
-    epsilon is small (Thibault et al. 2017, https://arxiv.org/abs/1711.01851).
+    A relaxation between 1 and 2 makes each step larger, so that fewer steps are needed if epsilon
+    is small (Thibault et al. 2017, https://arxiv.org/abs/1711.01851).
     """
     over = plan.phi.dtype.type(relaxation)
     missing = plan.phi_of_psi() - plan.phi
@@ -133,11 +134,11 @@ def solve(
     steps_before: int = 3,
     max_steps: int = 500,
 ) -> Iterator[tuple[Plan, float]]:
-    """Yield plans and their errors until one puts less than ``tolerance`` into the wrong rows.
+    """Yield plans and their errors until less than ``tolerance`` of the mass is in wrong rows.
 
-    The plan's own epsilon comes first, then ever smaller ones down to ``epsilon``, a few steps of
-    each: each finds a good start for the next. The last plan is yielded once its rows' sums are
-    right; its error is then the mass in the wrong columns.
+    A few steps are made with the plan's own epsilon, then with smaller and smaller ones down to
+    ``epsilon``: each finds a good start for the next. At the end the plan is yielded with the right
+    sums of rows; its error is then the mass in the wrong columns.
     """
     halvings = max(0, math.ceil(math.log2(plan.epsilon / epsilon)))
     for value in np.geomspace(plan.epsilon, epsilon, halvings + 1).tolist()[:-1]:

@@ -1,20 +1,21 @@
 """
-Exact attention beside approximations of it
-===========================================
+Exact attention and its approximations
+======================================
 
-Attention costs n x n products. Does one have to pay for them? Four well-known answers, each a few
-lines of arrays in ``examples/approximate.py``, beside exact attention of the same inputs:
+Attention over n positions takes n x n products. Can they be avoided? This page compares exact
+attention with four well-known approximations of it. Each takes a few lines of array code in
+``examples/approximate.py``:
 
 - **Linear attention** replaces exp(q.k) by a product of features, (elu(q) + 1).(elu(k) + 1).
-- **Performer** (FAVOR+) estimates exp(q.k) itself, by random features.
-- **Linformer** mixes the n keys to few keys, by a matrix that is learned.
-- **Longformer** attends exactly, to neighbours and to a few global positions: two calls of
-  ``cuflash`` and a merge.
+- **Performer** (FAVOR+) estimates exp(q.k) by random features.
+- **Linformer** replaces the n keys by a few mixtures of keys, with a learned matrix.
+- **Longformer** computes exact attention, but only to neighbours and to a few global positions.
+  This takes two calls of ``cuflash`` and a merge.
 
-The inputs are a photograph of scikit-learn with noise on it. A position is a pixel; its query and
-key are the 5 x 5 patch around it, less the mean patch, at a length of 1; its value is its noisy
-colour. Attention then replaces each pixel by a mean of pixels with patches like its own, which
-removes noise (non-local means, Buades et al. 2005).
+The task is to remove noise from a photograph of scikit-learn. Each position is a pixel. Its query
+and its key are the 5 x 5 patch around it, minus the mean patch, scaled to length 1. Its value is
+its noisy colour. Attention then replaces each pixel by a mean over pixels with similar patches,
+which removes noise (non-local means, Buades et al. 2005).
 """
 
 import timeit
@@ -33,9 +34,9 @@ NOISE, PATCH, SHARPNESS = 0.1, 5, 16.0
 
 
 def inputs(side, sharpness=SHARPNESS):
-    """q, k (n, 75), v (n, 3) of a square, and its colours without noise: n is side squared.
+    """Return q, k (n, 75) and v (n, 3) of a square with n = side**2, and its clean colours.
 
-    Logits are sharpness x the cosine of two patches.
+    Logits are ``sharpness`` times the cosine between two patches.
     """
     edge, top, left = PATCH // 2, 180, 250
     square = photograph[top - edge : top + side + edge, left - edge : left + side + edge]
@@ -52,10 +53,10 @@ def inputs(side, sharpness=SHARPNESS):
 # %%
 # Methods
 # -------
-# Sizes do not grow with n: 256 random features, 64 keys, 128 neighbours on both sides and 32 global
-# positions, spread over the square. Linformer's matrices are fitted to each input, which is the
-# best that it can do: a model learns one pair of matrices for all its inputs. Fitting is not part
-# of its time.
+# The sizes of the methods do not grow with n: 256 random features (Performer), 64 keys (Linformer),
+# and 128 neighbours on both sides with 32 global positions, spread over the square (Longformer).
+# Linformer's matrices are fitted to each input. This is its best case, since a model learns one
+# pair of matrices for all inputs. Fitting does not count as part of its time.
 
 directions = approximate.orthogonal_directions(rng, 256, 3 * PATCH**2).astype(np.float32)
 
@@ -69,7 +70,7 @@ def dense(q, k, v):
 
 
 def spread_first(n, few=32):
-    """An order of n positions that begins with a few, spread over all, and goes on as before."""
+    """Return an order of n positions: first a few, spread over all, then the rest in order."""
     is_global = np.zeros(n, bool)
     is_global[np.arange(few) * n // few] = True
     return np.argsort(~is_global, kind="stable")
@@ -95,13 +96,14 @@ def methods_for(q, k, v):
 
 
 # %%
-# What they return
-# ----------------
-# 4,096 pixels; dB are the peak signal-to-noise ratio against the photograph without noise.
+# Results
+# -------
+# The square has 4,096 pixels. The dB are the peak signal-to-noise ratio against the photograph
+# without noise: more is better.
 
 
 def measured(method, q, k, v):
-    """Return the result, the least seconds of three calls and the peak of memory of another."""
+    """Return the result, its peak memory, and the least seconds of three more calls."""
     tracemalloc.start()
     out = method(q, k, v)
     peak = tracemalloc.get_traced_memory()[1]
@@ -142,7 +144,8 @@ plt.show()
 # %%
 # Error, time and memory
 # ----------------------
-# An error of 1 is no better than to give every pixel the mean of all.
+# The error is relative to exact attention. An error of 1 is as bad as giving every pixel the mean
+# of all pixels.
 
 
 def error(out, exact):
@@ -172,16 +175,16 @@ figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center"
 plt.show()
 
 # %%
-# Exact attention by tiles holds less than every approximation but Linformer: what grows with the
-# square of n is its time.
+# Exact attention by tiles takes less memory than every approximation except Linformer. Only its
+# time grows with the square of n.
 #
-# What error depends on
-# ---------------------
-# The sharper the weights, the fewer keys matter. Longformer's error falls, because a pixel's
-# neighbours are like it. Performer's grows: the variance of its estimate grows with the exponential
-# of the logits, and only a model that was trained with it has logits that suit it. Linear attention
-# is near 1 everywhere. It estimates nothing: it is another function, for which a model has to be
-# trained.
+# What the error depends on
+# -------------------------
+# The larger the logits, the fewer keys matter. Longformer's error falls, because the neighbours of
+# a pixel are similar to it. Performer's error grows: the variance of its estimate grows
+# exponentially with the logits, and only a model that was trained with Performer has suitable
+# logits. The error of linear attention is near 1 everywhere. It does not estimate attention: it is
+# a different function, and a model has to be trained for it.
 
 sharpness = (1, 2, 4, 8, 16, 32)
 errors = {}

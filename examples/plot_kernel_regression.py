@@ -2,9 +2,10 @@
 A curve through noisy points
 ============================
 
-Kernel regression (Nadaraya and Watson) is attention: a prediction is the mean of the observed
-values, weighted by a Gaussian of the distance. The width of the Gaussian is found by gradient
-descent on the error of each point as the others predict it, through the gradient of ``scale``.
+Kernel regression (Nadaraya and Watson) is a form of attention. A prediction is the mean of the
+observed values, weighted by a Gaussian of the distance. This example finds the width of the
+Gaussian by gradient descent. The loss is the error of each point when the other points predict it,
+and cuflash returns its gradient with respect to ``scale``.
 """
 
 import matplotlib.pyplot as plt
@@ -17,8 +18,10 @@ x = np.sort(rng.random(400)) * 10
 y = np.sin(x) + 0.3 * np.sin(5 * x) + 0.3 * rng.standard_normal(x.size)
 
 # %%
-# ``-(a - b)**2 / 2 = a b - b**2 / 2``, up to a number that all keys of a query share. So a query is
-# ``(a, 1)``, a key is ``(b, -b**2 / 2)``, and ``scale`` is one over the width squared.
+# The exponent of the Gaussian is ``-(a - b)**2 / 2 = a b - b**2 / 2 - a**2 / 2``, divided by the
+# width squared. Its last term is the same for all keys of a query, so softmax cancels it. The other
+# two terms are a dot product: a query is ``(a, 1)``, a key is ``(b, -b**2 / 2)``, and ``scale`` is
+# one over the width squared.
 
 
 def queries(a):
@@ -26,7 +29,7 @@ def queries(a):
 
 
 keys = np.stack([x, -(x**2) / 2], axis=-1)
-others = ~np.eye(x.size, dtype=bool)  # each point is predicted by the others
+others = ~np.eye(x.size, dtype=bool)  # hide each point from its own prediction
 
 log_width, errors = np.log(2.0), []
 for _ in range(60):
@@ -37,11 +40,11 @@ for _ in range(60):
     residual = predicted[:, 0] - y
     errors.append((residual**2).mean())
     dscale = pullback(2 * residual[:, None] / x.size, wrt=("scale",)).dscale
-    slope = dscale * scale * -2  # the chain rule, from scale to log_width
+    slope = dscale * scale * -2  # chain rule: scale = exp(-2 * log_width)
     log_width -= 0.1 * np.sign(slope) * min(1.0, abs(10 * slope))
 
 # %%
-# A call predicts the curve at any other places:
+# With the width found, one call predicts the curve at any places:
 
 places = np.linspace(0, 10, 500)
 figure, (left, right) = plt.subplots(

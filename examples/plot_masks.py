@@ -2,9 +2,9 @@
 Which keys does a query see?
 ============================
 
-Masks, windows and biases as pictures. Each panel shows the weights of 24 queries (rows) over 24
-keys (columns). :func:`cuflash.weights` makes the matrix; :func:`cuflash.attention` with the same
-options never stores it.
+This page shows masks, windows and other options as pictures. Each panel has the attention weights
+of 24 queries (rows) over 24 keys (columns). :func:`cuflash.weights` returns this matrix.
+:func:`cuflash.attention` with the same options never stores it.
 """
 
 import matplotlib.pyplot as plt
@@ -34,7 +34,7 @@ for axis, (title, options) in zip(axes.flat, panels.items(), strict=True):
     lse = cuflash.logsumexp(q, k, **options)
     shown = cuflash.weights(q, k, lse, rows=slice(None), **options)
     axis.imshow(np.where(shown > 0, shown, np.nan), cmap="Blues", vmin=0, vmax=0.4)
-    axis.set_facecolor("0.88")  # what a query does not see
+    axis.set_facecolor("0.88")  # grey: keys that a query does not see
     axis.set_title(title, fontsize=10)
     axis.set_xticks([])
     axis.set_yticks([])
@@ -42,7 +42,7 @@ figure.supxlabel("keys")
 figure.supylabel("queries")
 
 # %%
-# Rows sum to 1, except where a sink takes its share.
+# The weights of each query sum to 1. With a sink they sum to less, because the sink takes a share.
 
 for title, options in panels.items():
     lse = cuflash.logsumexp(q, k, **options)

@@ -2,9 +2,9 @@
 Clusters by mean shift
 ======================
 
-Mean shift moves every point to the weighted mean of the data around it, again and again, until the
-points of a cluster meet. One step is one call of :func:`cuflash.attention`, on 3,000 points without
-the matrix of their 9 million distances.
+Mean shift moves every point to the weighted mean of the data around it, and repeats this until the
+points of each cluster meet. One step for 3,000 points is one call of :func:`cuflash.attention`. It
+does not store the matrix of their 9 million distances.
 """
 
 import matplotlib.pyplot as plt
@@ -18,8 +18,9 @@ data = (centres[rng.integers(0, 6, 3000)] + 0.6 * rng.standard_normal((3000, 2))
 width = 0.6
 
 # %%
-# The weight ``exp(-|x - y|**2 / 2 width**2)`` is a dot product of ``(x, 1)`` and
-# ``(y, -|y|**2 / 2)``: what depends on x alone does not change a mean.
+# The weight of a data point y for a point x is ``exp(-|x - y|**2 / (2 width**2))``. A part of the
+# exponent depends on x alone. It does not change the mean and can be left out. The rest is the dot
+# product of ``(x, 1)`` and ``(y, -|y|**2 / 2)``, divided by the width squared.
 
 keys = np.concatenate([data, -(data**2).sum(-1, keepdims=True) / 2], axis=-1)
 one = np.ones((len(data), 1), np.float32)
@@ -29,7 +30,7 @@ while len(path) < 60 and (len(path) < 2 or np.abs(path[-1] - path[-2]).max() > 1
     path.append(cuflash.attention(queries, keys, data, scale=width**-2))
 
 # %%
-# Points that end at one place are one cluster.
+# Points that end at the same place form one cluster.
 
 ends = path[-1]
 found = [ends[0]]

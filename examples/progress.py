@@ -1,4 +1,4 @@
-"""Is it still running? A sign of life for work that takes longer than two seconds."""
+"""Show on the terminal that a computation is still running, after two seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QUIET_SECONDS = 2.0
 
 @contextmanager
 def sign_of_life(label: str, quiet_seconds: float = QUIET_SECONDS) -> Iterator[None]:
-    """Show on a terminal that ``label`` goes on, with tqdm's clock where tqdm can be imported."""
+    """Show ``label`` and the time so far on a terminal, by tqdm if it is installed."""
     done = threading.Event()
     clock = threading.Thread(target=_tick, args=(label, done, quiet_seconds), daemon=True)
     clock.start()

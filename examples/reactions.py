@@ -1,8 +1,9 @@
-"""How is a reaction written as SMILES cut into tokens and atoms, and how are its atoms paired?
+"""How is a reaction in SMILES notation split into tokens and atoms, and how are its atoms paired?
 
-The pairing follows Schwaller et al. 2021 (https://doi.org/10.1126/sciadv.abe4166): one attention
-head of the model has learned, without being told, to look from an atom of the product to the atom
-of the reactants that it was. The best pair is taken first; then its neighbours are favoured.
+The pairing follows Schwaller et al. 2021 (https://doi.org/10.1126/sciadv.abe4166). One attention
+head of the model has learned, without supervision, to attend from an atom of the product to the
+same atom in the reactants. The pair with the largest attention is taken first. Then pairs of its
+neighbours get a larger weight.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ TOKEN = re.compile(r"\[[^\]]+\]|Br|Cl|[BCNOSPFI]|[bcnosp]|%[0-9]{2}|[0-9]|>>|[()
 ARROW = ">>"
 BETWEEN_MOLECULES = {".", "~", ARROW}
 
-# Bonds of each element that the small reader below knows; what is not used holds hydrogen.
+# Number of bonds of each element that the small reader below knows. Free bonds hold hydrogen.
 VALENCES = {"C": 4, "O": 2, "F": 1, "Br": 1}
 SMALL_READER_TOKENS = {*VALENCES, "(", ")", ".", ARROW}
 
-# How much one found pair favours pairs of its neighbours (Schwaller et al., section Methods).
+# Factor for pairs of neighbours of a found pair (Schwaller et al., section Methods).
 NEIGHBOUR_BOOST = 90.0
 
 
@@ -50,19 +51,19 @@ class Reaction:
 
 @dataclass(frozen=True)
 class Mapping:
-    """For each product atom the reactant atom that it was, or -1, and the model's confidence."""
+    """For each product atom: its reactant atom or -1, and the confidence of the model."""
 
     reactant_of_product: np.ndarray
     confidences: np.ndarray
 
     @property
     def confidence(self) -> float:
-        """The product over all atoms."""
+        """The product of the confidences of all atoms."""
         return float(np.prod(self.confidences))
 
 
 def tokenise(smiles: str) -> list[str]:
-    """Cut a reaction SMILES into the tokens that the model was trained on."""
+    """Split a reaction SMILES into the tokens on which the model was trained."""
     tokens = TOKEN.findall(smiles)
     if "".join(tokens) != smiles:
         raise ValueError(f"{smiles!r} holds characters that are not SMILES")
@@ -72,7 +73,7 @@ def tokenise(smiles: str) -> list[str]:
 
 
 def read_reaction(smiles: str) -> Reaction:
-    """Find the atoms of a reaction, by RDKit where the small reader does not know the SMILES."""
+    """Find the atoms of a reaction, by RDKit if the small reader does not support the SMILES."""
     tokens = tokenise(smiles)
     small = set(tokens) <= SMALL_READER_TOKENS
     atoms = atoms_of_chains(tokens) if small else atoms_by_rdkit(tokens)
@@ -109,7 +110,7 @@ def atoms_of_chains(tokens: list[str]) -> Atoms:
 
 
 def import_rdkit() -> Any:
-    """Return ``rdkit.Chem``, or say which extra brings it."""
+    """Return ``rdkit.Chem``; ImportError with the extra to install if it is missing."""
     try:
         from rdkit import Chem, RDLogger
     except ImportError:
@@ -121,7 +122,7 @@ def import_rdkit() -> Any:
 
 
 def atoms_by_rdkit(tokens: list[str]) -> Atoms:
-    """Read any SMILES, unsanitised, so that its atoms stay as and where they are written."""
+    """Read any SMILES without sanitising, so that atoms keep their form and order."""
     chem = import_rdkit()
     parameters = chem.SmilesParserParams()
     parameters.sanitize = False
@@ -158,10 +159,10 @@ def split_molecules(tokens: list[str]) -> list[str]:
 
 
 def canonical(smiles: str) -> str:
-    """Write a reaction as the model's training data was written.
+    """Rewrite a reaction in the form of the model's training data.
 
-    Reagents join the reactants, atom numbers are dropped, each molecule gets RDKit's canonical
-    SMILES, and the molecules of a side are sorted.
+    Reagents are added to the reactants, atom numbers are dropped, each molecule is written as
+    RDKit's canonical SMILES, and the molecules of a side are sorted.
     """
     chem = import_rdkit()
 
@@ -183,14 +184,14 @@ def canonical(smiles: str) -> str:
 
 
 def map_atoms(reaction: Reaction, product_to_reactant: np.ndarray) -> Mapping:
-    """Pair each product atom with the reactant atom of its element that attention points to.
+    """Pair each product atom with a reactant atom of the same element, by attention.
 
     Parameters
     ----------
     reaction
         The reaction.
     product_to_reactant
-        (product atoms, reactant atoms): attention between the atoms, of both directions together.
+        (product atoms, reactant atoms): attention between the atoms, summed over both directions.
     """
     split = reaction.num_reactant_atoms
     atoms = reaction.atoms
@@ -215,7 +216,7 @@ def map_atoms(reaction: Reaction, product_to_reactant: np.ndarray) -> Mapping:
 
 
 def mapped_smiles(reaction: Reaction, mapping: Mapping) -> str:
-    """Write the reaction with equal numbers on atoms that are the same atom before and after."""
+    """Write the reaction; equal numbers mark the same atom before and after it."""
     split = reaction.num_reactant_atoms
     atoms = reaction.atoms
     numbers = np.zeros(len(atoms.tokens), dtype=int)
@@ -230,7 +231,7 @@ def mapped_smiles(reaction: Reaction, mapping: Mapping) -> str:
 
 
 def numbered_atom(token: str, hydrogens: int, number: int) -> str:
-    """("C", 2, 5) -> "[CH2:5]"; an atom in brackets already says how many hydrogens it has."""
+    """("C", 2, 5) -> "[CH2:5]"; an atom in brackets already has its number of hydrogens."""
     if token.startswith("["):
         return f"{token[:-1]}:{number}]"
     count = {0: "", 1: "H"}.get(hydrogens, f"H{hydrogens}")

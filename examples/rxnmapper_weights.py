@@ -1,10 +1,10 @@
-"""Where do the trained weights come from, and how are they read without trusting them?
+"""Where do the trained weights come from, and how are they read safely?
 
-The PyPI package ``rxnmapper`` 0.4.3 (MIT) carries a trained ALBERT in its wheel. pip downloads the
-wheel into the user's cache folder; it is read as a zip archive and never installed, because
-installing it would bring torch and transformers along. The checkpoint inside is a legacy torch
-pickle. A pickle may call anything, so ``pickle`` does not read this one: its opcodes are followed
-here, and only the opcodes of a state dict: they make plain values, import nothing, call nothing.
+The wheel of the PyPI package ``rxnmapper`` 0.4.3 (MIT) contains a trained ALBERT. pip downloads the
+wheel into the user's cache folder. It is read as a zip archive and never installed, because this
+would also install torch and transformers. The checkpoint inside is a legacy torch pickle. A pickle
+can call any function, so ``pickle`` is not used. This module interprets the opcodes itself, and
+only those that a state dict needs: they make plain values, import nothing and call nothing.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ T = TypeVar("T")
 
 
 class WheelUnavailableError(RuntimeError):
-    """The wheel is neither in the cache nor can it be downloaded; the message is one line."""
+    """The wheel is not in the cache and cannot be downloaded; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What the wheel carries: configuration, vocabulary (one token a row) and named arrays."""
+    """The model in the wheel: configuration, vocabulary (list of tokens) and named arrays."""
 
     config: dict[str, Any]
     vocabulary: list[str]
@@ -54,7 +54,7 @@ class Checkpoint:
 
 
 def cache_folder() -> Path:
-    """Return the folder of this user's cache in which the wheel is kept."""
+    """Return the folder in the user's cache for the wheel."""
     if sys.platform == "win32":
         root = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     elif sys.platform == "darwin":
@@ -65,17 +65,17 @@ def cache_folder() -> Path:
 
 
 def is_the_wheel(path: Path) -> bool:
-    """Say whether ``path`` is a file with exactly the pinned contents."""
+    """Return whether ``path`` is a file with exactly the pinned contents."""
     return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == WHEEL_SHA256
 
 
 def download(path: Path) -> None:
-    """Let pip fetch the wheel to ``path``, from whichever index pip is configured to use."""
+    """Download the wheel to ``path`` with pip, from the index that pip is configured for."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--no-input", "--no-deps", "--only-binary=:all:", "--retries=1", "--timeout=10"]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Moved into place when complete, so that another process never reads half of it.
+        # The file is moved into place when complete, so that no other process reads half of it.
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             requirements = Path(scratch) / "requirements.txt"
             requirements.write_text(f"{REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n")
@@ -107,7 +107,7 @@ def obtain_wheel(given: Path | None = None) -> Path:
 
 
 def read_checkpoint(wheel: Path) -> Checkpoint:
-    """Read configuration, vocabulary and weights out of the wheel, which stays a zip archive."""
+    """Read configuration, vocabulary and weights from the wheel, a zip archive."""
     with zipfile.ZipFile(wheel) as archive:
         config = json.loads(archive.read(MODEL_FOLDER + "config.json"))
         vocabulary = archive.read(MODEL_FOLDER + "vocab.txt").decode("utf-8").splitlines()
@@ -116,7 +116,7 @@ def read_checkpoint(wheel: Path) -> Checkpoint:
 
 
 class Global(Enum):
-    """The globals of a state dict, as ``pickletools`` writes them; each stands for itself."""
+    """The names that a state dict may refer to, as ``pickletools`` writes them."""
 
     ORDERED_DICT = "collections OrderedDict"
     FLOAT_STORAGE = "torch FloatStorage"
@@ -125,7 +125,7 @@ class Global(Enum):
 
 @dataclass(frozen=True)
 class Storage:
-    """Elements that follow later in the file, under a key."""
+    """A reference to elements that follow later in the file, by key."""
 
     key: str
     length: int
@@ -133,7 +133,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A part of a storage; offset and strides count elements."""
+    """A part of a storage; offset and strides are in elements."""
 
     storage: Storage
     offset: int
@@ -142,7 +142,7 @@ class Tensor:
 
 
 def typed(kind: type[T], value: Any) -> T:
-    """Return a value of exactly this type: True is no int."""
+    """Return the value if it has exactly this type: True is not an int here."""
     if type(value) is not kind:
         found = type(value).__name__
         raise pickle.UnpicklingError(f"{found} where {kind.__name__} is expected: refused")
@@ -152,11 +152,11 @@ def typed(kind: type[T], value: Any) -> T:
 def read_pickle(file: BinaryIO) -> Any:
     """Return the plain values that a pickle describes: strings, ints, lists, dicts and tensors.
 
-    Time and memory are at most proportional to the file: values are shared and never compared,
-    hashed or printed, but for strings.
+    Time and memory are at most proportional to the size of the file: values are shared, and only
+    strings are ever compared, hashed or printed.
     """
     stack: list[Any] = []
-    below: list[list[Any]] = []  # what lay on the stack at each mark
+    below: list[list[Any]] = []  # the content of the stack at each mark
     memo: dict[int, Any] = {}
     for opcode, argument, _ in pickletools.genops(file):
         name = opcode.name
@@ -168,7 +168,7 @@ def read_pickle(file: BinaryIO) -> Any:
         elif name in ("TUPLE2", "SETITEM", "REDUCE"):
             items = [stack.pop(), stack.pop()][::-1]
         match name:
-            case "PROTO" | "BUILD":  # which sets attributes: torch's metadata, which is not read
+            case "PROTO" | "BUILD":  # BUILD sets attributes: torch's metadata, which is ignored
                 pass
             case "STOP":
                 (value,) = stack
@@ -207,7 +207,7 @@ def read_pickle(file: BinaryIO) -> Any:
 
 
 def storage_of(identity: Any) -> Storage:
-    """Return what a persistent identity of torch says."""
+    """Return the storage that a persistent id of torch describes."""
     match identity:
         case ("storage", Global.FLOAT_STORAGE, str(key), str(), length, None):
             return Storage(key, typed(int, length))
@@ -215,7 +215,7 @@ def storage_of(identity: Any) -> Storage:
 
 
 def result_of(function: Any, arguments: Any) -> Any:
-    """Return what a call of one of the globals would make."""
+    """Return the result that a call of one of the globals would have."""
     match function, arguments:
         case Global.ORDERED_DICT, ():
             return {}
@@ -232,7 +232,7 @@ def result_of(function: Any, arguments: Any) -> Any:
 
 
 def elements_of(tensor: Tensor, storages: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the elements of a tensor in C order, a view of its storage."""
+    """Return the elements of a tensor in C order, as a view of its storage."""
     storage, shape = storages.get(tensor.storage.key), tensor.shape
     if storage is None or storage.size != tensor.storage.length:
         raise pickle.UnpicklingError("a storage is absent, or of another length: refused")
@@ -247,21 +247,21 @@ def elements_of(tensor: Tensor, storages: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def read_legacy_torch(data: bytes) -> dict[str, np.ndarray]:
-    """Read a state dict of float32 that torch wrote before version 1.6; arrays are read-only.
+    """Read a float32 state dict that torch wrote before version 1.6; arrays are read-only.
 
-    The file is a row of pickles: a magic number, a protocol number, facts about the machine, the
-    state dict itself, the storage keys; then each storage, in the order of the keys, as a 64-bit
-    element count and the elements.
+    The file is a sequence of pickles: a magic number, a protocol number, facts about the machine,
+    the state dict itself and the storage keys. Then follows each storage, in the order of the keys,
+    as a 64-bit element count and the elements.
 
     Raises
     ------
     pickle.UnpicklingError
-        The file is anything else.
+        For any other file.
     """
     file = io.BytesIO(data)
     try:
         magic, protocol, system, state, keys = (read_pickle(file) for _ in range(5))
-    except (ValueError, LookupError) as error:  # of pickletools, a bare stack, a name not known
+    except (ValueError, LookupError) as error:  # bad opcode, empty stack or unknown name
         raise pickle.UnpicklingError(f"not the pickles of a state dict, refused: {error}") from None
     if type(magic) is not int or (magic, protocol) != (LEGACY_MAGIC, LEGACY_PROTOCOL):
         raise pickle.UnpicklingError("not a legacy torch checkpoint")

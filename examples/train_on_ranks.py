@@ -1,15 +1,15 @@
 """Does training on several ranks follow the loss curve of training on one?
 
-One layer of attention learns to recall: the value at a position is what stood behind the last
-occurrence of its key. Each rank holds the rows of a sequence that the zigzag layout gives it, and
-gradients of the weights are summed over ranks. Rank 0 trains on the whole sequence, too, by
-`cuflash.attention`, and compares the losses.
+One layer of attention learns to recall words: at each position it must predict the word that
+followed the last occurrence of the current word. Each rank holds some rows of the sequence, in the
+zigzag layout, and gradients of the weights are summed over ranks. Rank 0 also trains on the whole
+sequence, by `cuflash.attention`, and compares the losses.
 
     python examples/train_on_ranks.py --ranks 2                       # processes on the CPU
-    torchrun --nproc-per-node 2 examples/train_on_ranks.py --gpu      # a GPU each
+    torchrun --nproc-per-node 2 examples/train_on_ranks.py --gpu      # one GPU for each process
 
-A launcher's processes share the variable CUFLASH_SECRET; without a launcher the program starts
-its own processes and makes a secret.
+Processes of a launcher must share the environment variable CUFLASH_SECRET. With --ranks the program
+starts the processes itself and makes a secret.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Array = Any
 HEADS, WIDTH, WORDS = 4, 32, 6
 RATE = 0.3
 OPTIONS: dict[str, Any] = {"causal": True, "axes": [(-3, -1)] * 4}
-#: A rank adds keys up in parts: float32 losses then differ in their last digits.
+#: Ranks sum over keys in parts, so float32 losses differ in their last digits.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
 
 
@@ -47,7 +47,7 @@ class Task:
 
 
 def recall(length: int, seed: int) -> Task:
-    """Draw words; the target of a place is the word behind the last occurrence of its own."""
+    """Draw words; the target of a place is the word after the last occurrence of its word."""
     rng = np.random.default_rng(seed)
     words = rng.integers(0, WORDS, length)
     one_hot = np.eye(WORDS)
@@ -63,7 +63,7 @@ def recall(length: int, seed: int) -> Task:
 
 
 def initial_weights(features: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Of q, k, v and of the result."""
+    """Random weights for q, k, v and the output."""
     rng = np.random.default_rng(seed)
     shapes = dict.fromkeys(("q", "k", "v"), (features, HEADS * WIDTH))
     shapes["out"] = (HEADS * WIDTH, WORDS)
@@ -77,7 +77,7 @@ def loss_and_gradients(
     rows: int,
     attend: Callable[..., Any],
 ) -> tuple[Array, dict[str, Array]]:
-    """Own rows' part of the mean squared error over all ``rows``, and of its gradients."""
+    """The part of these rows in the mean squared error over all ``rows``, and its gradients."""
     heads = (features.shape[0], HEADS, WIDTH)
     q, k, v = ((features @ weights[name]).reshape(heads) for name in ("q", "k", "v"))
     mixed, pullback = attend(q, k, v)
@@ -93,7 +93,7 @@ def loss_and_gradients(
 
 
 def attend_whole(q: Array, k: Array, v: Array) -> Any:
-    """Attention of one process, and its pullback."""
+    """Attention in one process, and its pullback."""
     return cuflash.attention_vjp(q, k, v, **OPTIONS)
 
 
@@ -106,7 +106,10 @@ def train(
     cut: Callable[[Array], Array] = lambda whole: whole,
     total: Callable[[Array], Array] = lambda part: part,
 ) -> list[float]:
-    """Losses by gradient descent with momentum; ``total`` sums over ranks what rows gave."""
+    """Train by gradient descent with momentum; return the losses.
+
+    ``cut`` takes the rows of a rank from a whole array; ``total`` sums an array over all ranks.
+    """
     features, targets = (cut(xp.asarray(a.astype(dtype))) for a in (task.features, task.targets))
     weights = {
         n: xp.asarray(w.astype(dtype)) for n, w in initial_weights(task.features.shape[1]).items()
@@ -124,7 +127,7 @@ def train(
 
 
 def run_rank(arguments: argparse.Namespace) -> int:
-    """One process of a launcher."""
+    """Train in one process of a launcher."""
     transport, xp = "host", np
     if arguments.gpu:
         import cupy
@@ -151,7 +154,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
 
 
 def show(ours: Sequence[float], one: Sequence[float], size: int, tolerance: float) -> int:
-    """Print both curves; 0 where they agree and the loss fell."""
+    """Print both curves; return 0 if they agree and the loss fell."""
     print(f"{'step':>6}{f'{size} ranks':>14}{'one':>14}{'difference':>14}")
     for step in sorted({*range(0, len(one), max(len(one) // 6, 1)), len(one) - 1}):
         difference = abs(ours[step] - one[step])
@@ -163,7 +166,7 @@ def show(ours: Sequence[float], one: Sequence[float], size: int, tolerance: floa
 
 
 def start_ranks(number: int, argv: Sequence[str]) -> int:
-    """Start the processes that a launcher would."""
+    """Start the processes that a launcher would start."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -179,7 +182,7 @@ def start_ranks(number: int, argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a rank of a launcher, or start ranks; 0: the curves agree."""
+    """Run one rank, or start all ranks; 0: the curves agree."""
     parser = argparse.ArgumentParser(description="Training on ranks that share a sequence.")
     parser.add_argument("--ranks", type=int, help="processes to start, without a launcher")
     parser.add_argument("--gpu", action="store_true", help="a GPU for each rank, over NCCL")

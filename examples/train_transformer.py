@@ -1,17 +1,17 @@
-"""Does a transformer that attends through cuflash train as exact gradients would train it?
+"""Does a transformer with attention by cuflash train as it would with exact gradients?
 
-A small transformer learns the digits of scikit-learn, every gradient written out on arrays, every
-attention and its gradient by cuflash. The same model is trained with attention as float64 defines
-it, `cuflash.reference`, on the same batches, and the two loss curves are compared step by step.
+A small transformer learns the digits of scikit-learn. All gradients are written out on arrays, and
+cuflash computes attention and its gradient. The same model is trained on the same batches with
+exact attention (`cuflash.reference` in float64), and the two loss curves are compared step by step.
 
     python examples/train_transformer.py
     python examples/train_transformer.py --dtype bfloat16 --picture curve.png
 
-How far may they differ? What attention rounds is amplified by the steps that follow, by how much
-only the training itself can tell. So it is trained a few times more in Monte Carlo arithmetic
-(Parker 1997): in float64, with a random error in everything that attention in that dtype rounds.
-The root mean square of what that does to the loss, the largest so far, is one deviation; eight are
-allowed.
+How much may the curves differ? Later steps amplify the rounding errors of attention, and only
+training can tell by how much. So the model is trained a few more times in Monte Carlo arithmetic
+(Parker 1997): in float64, with a random error wherever attention in the given dtype rounds. One
+deviation is the root mean square of the resulting change of the loss, or its largest value so far.
+Eight deviations are allowed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ import cuflash
 
 SEQUENCE_BEFORE_HEADS = [(-3, -1)] * 4
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-#: One more run leaves so many deviations of four others once in 750 (Student's t distribution).
+#: Another run exceeds eight deviations of four runs once in 750 (Student's t distribution).
 PROBES = 4
 ALLOWED_DEVIATIONS = 8.0
 
 
 @dataclass(frozen=True)
 class Digits:
-    """Images (number, 64) of pixels from 0 to 1 and their labels, for training and for a test."""
+    """Images (number, 64) with pixels from 0 to 1, and labels, for training and for the test."""
 
     images: Array
     labels: Array
@@ -53,7 +53,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Training:
-    """How to train: steps of batches drawn by a seed."""
+    """The settings of a training; the seed decides parameters and batches."""
 
     shape: transformer.Shape = field(default_factory=transformer.Shape)
     steps: int = 120
@@ -64,7 +64,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses step by step, and the share of right answers to the tests."""
+    """The loss of each step, and the share of test images with the right answer."""
 
     losses: list[float]
     accuracy: float
@@ -72,28 +72,28 @@ class Curve:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A training in one dtype beside the same training by the definition."""
+    """A training with attention in one dtype, and the same training by the definition."""
 
     dtype: str
     device: str
     ours: Curve
     definition: Curve
-    seconds: float  # of ours
-    allowed: list[float]  # difference of the losses, step by step
+    seconds: float  # of the training by cuflash
+    allowed: list[float]  # largest difference of the losses, for each step
 
     @property
     def differences(self) -> np.ndarray:
-        """Of the losses, step by step."""
+        """Differences of the losses, for each step."""
         return np.abs(np.subtract(self.ours.losses, self.definition.losses))
 
     @property
     def agrees(self) -> bool:
-        """Whether every step lies within what is allowed."""
+        """Whether the difference is allowed in every step."""
         return bool((self.differences <= self.allowed).all())
 
 
 def load_digits(xp: Any, num_tests: int = 360) -> Digits:
-    """Read the 1,797 digits that scikit-learn carries, in a random order."""
+    """Read the 1,797 digits of scikit-learn, in a random order."""
     try:
         from sklearn.datasets import load_digits as load
     except ImportError as error:
@@ -116,7 +116,7 @@ def fused(xp: Any, dtype: Any) -> Attend:
         out, pullback = cuflash.attention_vjp(*rounded, axes=SEQUENCE_BEFORE_HEADS)
 
         def back(dout: Array) -> tuple[Array, ...]:
-            # A gradient of a mean over a batch is small: by a power of two into float16's range.
+            # The gradient of a mean over a batch is small: a power of two scales it for float16.
             unit = power_of_two_above(xp, dout)
             gradients = pullback((dout / unit).astype(dtype))
             return tuple(
@@ -129,7 +129,7 @@ def fused(xp: Any, dtype: Any) -> Attend:
 
 
 def power_of_two_above(xp: Any, x: Array) -> Array:
-    """The least power of two above every entry, 1 where all are 0."""
+    """The least power of two above every entry; 1 if all entries are 0."""
     _, exponent = xp.frexp(abs(x).max())
     return xp.ldexp(xp.ones((), x.dtype), exponent)
 
@@ -152,21 +152,21 @@ def defined(device: Device) -> Attend:
 
 @dataclass(frozen=True)
 class MonteCarlo:
-    """Arithmetic in float64 that errs at random, as large as arithmetic in ``dtype`` may."""
+    """Float64 arithmetic with random errors as large as those that ``dtype`` may have."""
 
     xp: Any
     dtype: str
     rng: Any
 
     def rounded(self, x: Array) -> Array:
-        """Every number off by up to half a unit in the last place of ``dtype``."""
+        """Add a random error of up to half a unit in the last place of ``dtype`` to each number."""
         return x * (1 + float(ml_dtypes.finfo(self.dtype).eps) / 2 * self._noise(x.shape))
 
     def product(self, a: Array, b: Array) -> Array:
-        """A product that is summed up in float32, in float64 for float64.
+        """A matrix product with the errors of sums in float32 (in float64 for float64).
 
-        Partial sums of K terms grow as a random walk, and each of them is rounded: for terms of
-        root mean square t, their errors add up to u t K / sqrt(2).
+        Partial sums of K terms grow as a random walk, and each of them is rounded. For terms with
+        root mean square t, the errors add up to u t K / sqrt(2).
         """
         accumulator = ml_dtypes.finfo(np.promote_types(self.dtype, np.float32))
         walk = self.xp.sqrt(a.shape[-1] / 2 * (a**2 @ b**2))
@@ -177,7 +177,7 @@ class MonteCarlo:
 
 
 def erring(arithmetic: MonteCarlo) -> Attend:
-    """Attention in an arithmetic that errs; dense."""
+    """Dense attention in an arithmetic with random errors."""
     xp, rounded, product = arithmetic.xp, arithmetic.rounded, arithmetic.product
 
     def heads_first(x: Array) -> Array:
@@ -215,7 +215,7 @@ def erring(arithmetic: MonteCarlo) -> Attend:
 def train(
     xp: Any, digits: Digits, training: Training, attend: Attend
 ) -> tuple[list[float], Parameters]:
-    """Losses and last parameters, from the seed's parameters on its batches; all in float64."""
+    """Train from the seed's parameters on its batches; return losses and parameters (float64)."""
     shape = training.shape
     parameters = transformer.initial_parameters(shape, training.seed, xp)
     adam = transformer.Adam(xp, parameters, training.learning_rate)
@@ -233,7 +233,7 @@ def train(
 def train_and_test(
     xp: Any, digits: Digits, training: Training, attend: Attend, label: str
 ) -> Curve:
-    """Train, then read the test images."""
+    """Train, then classify the test images."""
     with sign_of_life(f"{training.steps} steps, {label}"):
         losses, parameters = train(xp, digits, training, attend)
     right = 0.0
@@ -248,7 +248,7 @@ def train_and_test(
 def compare(
     device: Device, digits: Digits, training: Training, dtypes: Sequence[str], probes: int
 ) -> list[Comparison]:
-    """Train by the definition once, in each dtype by cuflash, and for what is allowed."""
+    """Train by the definition, by cuflash in each dtype, and in Monte Carlo arithmetic."""
     xp = device.xp
     definition = train_and_test(
         xp, digits, training, defined(device), "attention as float64 defines it"
@@ -297,7 +297,7 @@ def show(comparison: Comparison) -> None:
 
 
 def draw(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Draw the curves, and their differences below them."""
+    """Draw the loss curves, with their differences below."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -353,7 +353,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_comparisons(path: Path) -> list[Comparison]:
-    """Read what --json wrote."""
+    """Read a file that --json wrote."""
     return [
         Comparison(**row | {name: Curve(**row[name]) for name in ("ours", "definition")})
         for row in json.loads(path.read_text())
@@ -361,7 +361,7 @@ def read_comparisons(path: Path) -> list[Comparison]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the example; 0: the curves agree, 1: they do not, 2: it cannot run as asked."""
+    """Run the example; 0: the curves agree, 1: they do not, 2: it cannot run."""
     arguments = parse(argv)
     try:
         if arguments.draw:

@@ -1,9 +1,9 @@
-"""What does a small transformer compute, forward and backward? Arrays alone, no framework.
+"""A small transformer, forward and backward, written with arrays only and without a framework.
 
-It reads an image as a sequence of pixels and says which class it shows. Layers are normalised
-before they are entered (Xiong et al. 2020, https://arxiv.org/abs/2002.04745). Every function
-returns its result and its pullback, as `cuflash.attention_vjp` does: what maps the gradient of the
-result to the gradients of the arguments. Arrays are NumPy's or CuPy's; attention is an argument.
+It reads an image as a sequence of pixels and predicts its class. The input of each layer is
+normalised (Xiong et al. 2020, https://arxiv.org/abs/2002.04745). Like `cuflash.attention_vjp`,
+every function returns its result and its pullback, a function that maps the gradient of the result
+to the gradients of the arguments. Arrays are NumPy or CuPy arrays; attention is an argument.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import numpy as np
 Array = Any
 Parameters = dict[str, Array]
 Pullback = Callable[[Array], Any]
-#: q, k, v (batch, seqlen, heads, head_dim) -> out of that shape, and dout -> (dq, dk, dv).
+#: Maps q, k, v (batch, seqlen, heads, head_dim) to out of that shape and its pullback, which maps
+#: dout to (dq, dk, dv).
 Attend = Callable[[Array, Array, Array], tuple[Array, Pullback]]
 
 
@@ -47,7 +48,7 @@ class Evaluation(NamedTuple):
 
 
 def initial_parameters(shape: Shape, seed: int, xp: Any = np) -> Parameters:
-    """Draw float64 parameters; matrices keep the size of what they are applied to."""
+    """Draw float64 parameters; matrices are scaled so that they keep the size of features."""
     rng = np.random.default_rng(seed)
     width = shape.width
 
@@ -75,7 +76,7 @@ def initial_parameters(shape: Shape, seed: int, xp: Any = np) -> Parameters:
 
 
 def linear(x: Array, w: Array) -> tuple[Array, Pullback]:
-    """Return x w, the last axis of x contracted."""
+    """Return the matrix product x w over the last axis of x."""
 
     def pullback(dy: Array) -> tuple[Array, Array]:
         rows = x.reshape(-1, w.shape[0]).T
@@ -102,13 +103,13 @@ def normalise(xp: Any, x: Array, gain: Array, shift: Array) -> tuple[Array, Pull
 
 
 def silu(xp: Any, x: Array) -> tuple[Array, Pullback]:
-    """Return x / (1 + exp(-x)), smooth, so that differences can check its gradient."""
+    """Return x / (1 + exp(-x)). It is smooth, so finite differences can check its gradient."""
     gate = 1 / (1 + xp.exp(-x))
     return x * gate, lambda dy: dy * (gate * (1 + x * (1 - gate)))
 
 
 def cross_entropy(xp: Any, logits: Array, labels: Array) -> tuple[Array, Pullback]:
-    """Mean over the batch of -log(probability of the label)."""
+    """The mean over the batch of -log(probability of the label)."""
     rows = xp.arange(len(labels))
     shifted = logits - logits.max(axis=-1, keepdims=True)
     log_probabilities = shifted - xp.log(xp.exp(shifted).sum(axis=-1, keepdims=True))
@@ -124,7 +125,7 @@ def cross_entropy(xp: Any, logits: Array, labels: Array) -> tuple[Array, Pullbac
 def evaluate(
     xp: Any, shape: Shape, parameters: Parameters, images: Array, labels: Array, attend: Attend
 ) -> Evaluation:
-    """Loss and its gradient for images (batch, seqlen) of values from 0 to 1."""
+    """Loss and its gradient for images (batch, seqlen) with values from 0 to 1."""
     gradient: Parameters = {}
     x = images[..., None] * parameters["pixel"] + parameters["position"]
     pullbacks = []
@@ -154,7 +155,7 @@ def evaluate(
 def add_attention(
     xp: Any, shape: Shape, parameters: Parameters, layer: str, x: Array, attend: Attend
 ) -> tuple[Array, Pullback]:
-    """What attention adds to x (batch, seqlen, width)."""
+    """The term that attention adds to x (batch, seqlen, width)."""
     names = [layer + name for name in ("attention.gain", "attention.shift", "qkv", "project")]
     gain, shift, w_qkv, w_project = (parameters[name] for name in names)
     normal, back_normal = normalise(xp, x, gain, shift)
@@ -176,7 +177,7 @@ def add_attention(
 def add_hidden(
     xp: Any, shape: Shape, parameters: Parameters, layer: str, x: Array, attend: Attend
 ) -> tuple[Array, Pullback]:
-    """What the hidden features of each token add to x (batch, seqlen, width)."""
+    """The term that the hidden features of each token add to x (batch, seqlen, width)."""
     del shape, attend
     names = [layer + name for name in ("hidden.gain", "hidden.shift", "widen", "narrow")]
     gain, shift, w_widen, w_narrow = (parameters[name] for name in names)
@@ -205,7 +206,7 @@ class Adam:
         self._square = {name: xp.zeros_like(array) for name, array in parameters.items()}
 
     def step(self, parameters: Parameters, gradient: Parameters) -> None:
-        """Move the parameters, in place."""
+        """Update the parameters in place."""
         self._steps += 1
         mean_decay, square_decay = 0.9, 0.999
         mean_scale = 1 / (1 - mean_decay**self._steps)

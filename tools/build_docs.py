@@ -1,12 +1,12 @@
-"""Does the documentation site build without a warning? It lies in build/site/html afterwards.
+"""Build the documentation site into build/site/html; any warning is an error.
 
     python tools/build_docs.py [arguments for sphinx-build]
 
 Sphinx reads a copy of docs/, because autosummary and sphinx-gallery write pages among their
-sources. Links beside the copy stand for the other folders: a page that links to a test or to
-measured rows then offers that file, and a link to nothing is a warning, hence an error. Names of
-other projects are looked up in docs/_inventories, so that no network is asked: a new name is a new
-line there.
+sources. Beside the copy are symbolic links to the other folders, so that pages can link to a test
+or to measured rows, and a broken link is a warning.
+Names of other projects are looked up in docs/_inventories, without a network: to use a new name,
+add a line there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINKED = ("benchmarks", "cuflash", "examples", "kernels_cu", "tests", "tools", "
 
 
 def lay_out(root: Path, site: Path) -> Path:
-    """Copy docs/ into the site's folder, and link the rest beside it; returns the copy."""
+    """Copy docs/ into the site's folder, and link the other folders beside it; return the copy."""
     shutil.rmtree(site, ignore_errors=True)
     shutil.copytree(root / "docs", site / "docs")
     for name in LINKED:
@@ -34,7 +34,7 @@ def lay_out(root: Path, site: Path) -> Path:
 
 
 def pack_inventories(folder: Path) -> None:
-    """Write each inventory, kept as text, as Sphinx reads it: four lines, and the rest packed."""
+    """Convert the text inventories to Sphinx's format: four plain lines, the rest compressed."""
     for path in folder.glob("*.txt"):
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         head, rest = "".join(lines[:4]), "".join(lines[4:])

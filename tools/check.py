@@ -1,4 +1,4 @@
-"""Is the source clean, does the wheel work, and has this state of it been tested on a GPU?"""
+"""Is the source clean, does the wheel work, and has this state of the code run on a GPU?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHEEL_LIMIT = 700_000  # bytes
 
 
 def run(*command: str) -> None:
-    """Run a command in the checkout; raise CalledProcessError where it fails."""
+    """Run a command in the checkout; raise CalledProcessError if it fails."""
     subprocess.run(command, check=True, cwd=ROOT)
 
 
@@ -44,7 +44,7 @@ def check_cuda_format() -> str:
 
 
 def check_types() -> str:
-    """Run mypy: strict on the package, loosely on the benchmarks; pyright on a user's code."""
+    """Run mypy, strictly on the package and loosely on the benchmarks, and pyright on user code."""
     run(sys.executable, "-m", "mypy")
     if importlib.util.find_spec("basedpyright") is None:
         return "clean to mypy (pip install basedpyright: the other type checker)"
@@ -53,7 +53,7 @@ def check_types() -> str:
 
 
 def check_wheel() -> str:
-    """Build the wheel, weigh it and import it where nothing else is installed."""
+    """Build the wheel, check its size and content, and run it in an empty environment."""
     with tempfile.TemporaryDirectory() as folder:
         pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
         run(*pip, "wheel", "--no-deps", "--wheel-dir", folder, str(ROOT))
@@ -75,7 +75,7 @@ def check_wheel() -> str:
 
 
 def expected_in_wheel() -> set[str]:
-    """Name every source file of the checkout as the wheel must hold it."""
+    """Return the paths in the wheel of every source file of the checkout."""
     names = set()
     for folder, prefix in (("cuflash", "cuflash"), ("kernels_cu", "cuflash/kernels_cu")):
         for path in (ROOT / folder).rglob("*"):
@@ -86,7 +86,7 @@ def expected_in_wheel() -> set[str]:
 
 
 def check_gpu_report() -> str:
-    """Compare the digests in the committed GPU test report with the sources; never a failure."""
+    """Compare the digests in the committed GPU test report with the sources; only warns."""
     path = ROOT / "tests" / "gpu_report.json"
     if not path.exists():
         return "WARNING: there is no tests/gpu_report.json"
@@ -110,7 +110,7 @@ CHECKS = {
 
 
 def main() -> int:
-    """Run every check, also after one has failed, and print one line for each."""
+    """Run every check, even after a failure, and print one line for each."""
     results = {}
     failed = False
     for name, check in CHECKS.items():

@@ -1,4 +1,4 @@
-"""Draw the pictures of README.md and docs/ from committed measurements: needs the extra plot.
+"""Draw the pictures of README.md and docs/ from committed measurements. Needs the extra plot.
 
 python tools/draw_pictures.py
 """
@@ -17,7 +17,7 @@ from cuflash import _cli  # noqa: E402
 
 RESULTS, SWEEPS = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "sweeps"
 PICTURES = ROOT / "docs" / "pictures"
-#: Under the roofs, each at 2,048 and 8,192 positions.
+#: Sweeps in the roofline picture, each at 2,048 and 8,192 positions.
 ROOFLINE = (
     "forward-sm90-d64", "forward-sm90-d128", "forward-sm90-d256", "backward-sm90-d64",
     "backward-sm90-d128", "backward-pair-sm90-d256", "forward-tf32-sm90-d64-float32",
@@ -26,7 +26,7 @@ ROOFLINE = (
 
 
 def newest(pattern: str) -> str:
-    """The last committed result of a topic."""
+    """The newest committed result that matches a pattern."""
     return str(sorted(RESULTS.glob(pattern))[-1])
 
 
@@ -60,7 +60,7 @@ def figures() -> dict[str, sweep_pictures.Figure]:
 
 
 def draw(folder: Path) -> None:
-    """Draw every picture, as an SVG: documents show no other."""
+    """Draw every picture as an SVG, the only format that the documents show."""
     for name, arguments in pictures().items():
         if status := _cli.main(["plot", *arguments, "--out", str(folder / name)]):
             raise SystemExit(status)

@@ -1,6 +1,6 @@
-"""Which parameters of score options do kernels get? Writes `struct ScoreParams` of kernels_cu.
+"""Write `struct ScoreParams` in kernels_cu/params.cuh: the kernel parameters of score options.
 
-The struct in params.cuh follows from cuflash/_problem/option_table.py.
+The struct is generated from cuflash/_problem/option_table.py.
 
 python tools/gen_score_params.py
 """
@@ -47,7 +47,7 @@ COMMENTS = {
 
 
 def generate() -> str:
-    """Return params.cuh with the struct that the table asks for."""
+    """Return the text of params.cuh with the struct generated anew."""
     before, rest = FILE.read_text(encoding="utf-8").split(BEGIN)
     return f"{before}{BEGIN}\n{''.join(lines())}{END}{rest.split(END)[1]}"
 

@@ -1,9 +1,9 @@
 """Which state of the code does a GPU test report belong to?
 
-The digest is of what runs: the flattened text of each kernel without comments and ``#line``, and
-the code of each Python module that a launch goes through without comments, docstrings and imports.
-A file that only moves leaves it as it is; a token that changes makes another one. Calls of several
-ranks go through ``cuflash/distributed`` besides, which has a digest of its own.
+The digest covers the code that runs: the flattened text of each kernel without comments and
+``#line``, and the code of each Python module that a launch uses without comments, docstrings and
+imports. Moving a file does not change the digest; changing a token does. Calls of several ranks
+also use ``cuflash/distributed``, which has a digest of its own.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from cuflash._jit import source  # noqa: E402
 
 kernel_code = functools.lru_cache(maxsize=1024)(source.code_of)
 RANKS = "distributed"
-#: Packages and modules that no launch of a call on one GPU goes through.
+#: Packages and modules that no call on one GPU uses.
 ON_THE_CPU = tuple(f"_host/{name}.py" for name in ("backward", "cores", "forward", "tiles"))
 APART = ("_cli", "_timing", RANKS, "testing", "tuning", *ON_THE_CPU)
 
 
 def digest(root: Path = ROOT, apart: Collection[str] = APART) -> str:
-    """Return the digest of what decides a launch and its results: kernels, Python code, tables."""
+    """Return the digest of the code that decides a launch and its results, and of the tables."""
     return _digest([*kernel_texts(root), *package_texts(root / "cuflash", apart)])
 
 
 def ranks_digest(root: Path = ROOT) -> str:
-    """Return the digest of what calls of several ranks go through besides."""
+    """Return the digest of the code that calls of several ranks use in addition."""
     return _digest(package_texts(root / "cuflash" / RANKS))
 
 
 def sources() -> dict[str, str]:
-    """Return the digests that a report of GPU tests has."""
+    """Return the digests that a report of GPU tests records."""
     return {"digest": digest(), "ranks_digest": ranks_digest()}
 
 
 def _digest(texts: Iterable[str]) -> str:
-    """Return the sha256 over texts, in whatever files they lie."""
+    """Return a sha256 over texts that does not depend on their order or file names."""
     digests = sorted(hashlib.sha256(text.encode()).hexdigest() for text in texts)
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
@@ -55,11 +55,11 @@ def kernel_texts(root: Path) -> Iterator[str]:
     kernels = root / "kernels_cu"
     for path in kernels.rglob("*.cu"):
         name = path.relative_to(kernels).as_posix()
-        yield kernel_code(source.flatten.__wrapped__(name, folder=kernels))  # as it is now
+        yield kernel_code(source.flatten.__wrapped__(name, folder=kernels))  # reads the file again
 
 
 def package_texts(package: Path, apart: Collection[str] = ()) -> Iterator[str]:
-    """Yield the code of Python modules and what tables hold, but for what is apart."""
+    """Yield the code of Python modules and the text of JSON tables, except those in ``apart``."""
     for path in package.rglob("*"):
         if any(path.relative_to(package).is_relative_to(name) for name in apart):
             continue

@@ -1,18 +1,18 @@
-"""What has to run on a GPU before a change is called done, and where does each result belong?
+"""Run everything that a change needs on a GPU, and copy the results to their places.
 
     python tools/gpu_evidence.py run OUT                     # on the machine with the GPU
     python tools/gpu_evidence.py run OUT --part suite,sanitizer --jobs 15
-    python tools/gpu_evidence.py run OUT --part suite --seconds 500      # and the rest another time
-    python tools/gpu_evidence.py take OUT                    # in a checkout: into their places
+    python tools/gpu_evidence.py run OUT --part suite --seconds 500      # the rest another time
+    python tools/gpu_evidence.py take OUT                    # in a checkout: copy the results
 
-Parts run one after the other, and the results of a part are in OUT as soon as it ends: a run that
-is cut short loses the running part, or the running tests of the suite. A part that exceeds its time
-is ended with every process that it started. The status is 1 if a part failed; the others still run.
+Parts run one after the other, and the results of a part are in OUT as soon as it ends: an aborted
+run loses the running part, or the running tests of the suite. A part that exceeds its time is
+killed with every process that it started. If a part fails the status is 1; the others still run.
 
-The suite is continued: tests that have passed on these sources, by tests/gpu_report.json or by
-what lies in OUT, do not run unless --again is given, as it must be where tests have changed. Of
-tests that are there no longer nothing is said. A change of cuflash/distributed alone runs the tests
-of several ranks again.
+The suite is continued: tests that have passed on these sources, by tests/gpu_report.json or by the
+reports in OUT, do not run again. Give --again if tests have changed. The report leaves out tests
+that no longer exist. If only cuflash/distributed has changed, only the tests of several ranks run
+again.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 BENCH = "-m cuflash bench --out {out}"
 PEERS, ALL_PEERS = "cuflash,fa2,cudnn,fa4", "cuflash,cuflash-unordered,fa2,cudnn,fa4"
-GENERATION = "generation.json"  # the time of each letter, of runs of the example
-#: Seconds that a part may take, and its program; {out} is the folder, {jobs} the processes.
+GENERATION = "generation.json"  # times of each letter, from runs of the example
+#: Seconds that a part may take, and its program. {out}: the folder; {jobs}: number of processes.
 PARTS: dict[str, tuple[int, str]] = {
     "sanitizer": (500, "tools/sanitize.py --jobs {jobs} --json {out}/sanitizer_report.json"),
     "mutants": (500, "tools/mutants.py --json {out}/mutants_report.json"),
@@ -112,8 +112,8 @@ PARTS: dict[str, tuple[int, str]] = {
     "io": (500, f"{BENCH} --io"),
 }
 SUITE_SECONDS = 3600.0
-SHARD_TESTS = 12  # of one process, at most
-#: A property or a row of options has many kernels that no other test compiles.
+SHARD_TESTS = 12  # most tests of one process
+#: Files of tests that compile many kernels which no other test uses.
 ON_THEIR_OWN = ("tests/test_properties.py", "tests/test_covering.py")
 ALL = ("suite", *PARTS)
 REPORTS = ("gpu_report.json", "mutants_report.json", "sanitizer_report.json")
@@ -122,9 +122,10 @@ REPORTS = ("gpu_report.json", "mutants_report.json", "sanitizer_report.json")
 def run_program(
     arguments: Sequence[str], log: Path, seconds: float, devices: Sequence[str] = ()
 ) -> bool:
-    """Whether a Python program ended with 0 within its time; what it started ends with it.
+    """Run a Python program; return whether it ended with status 0 within its time.
 
-    The first of ``devices`` is the one that it uses unless it asks for another.
+    After a timeout all processes that it started are killed. The program sees ``devices``, and uses
+    the first one by default.
     """
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # each core has a process (D114)
     if devices:
@@ -144,14 +145,14 @@ def run_program(
 
 
 def run_part(name: str, out: Path, jobs: int) -> bool:
-    """One program, its output in a file beside its results."""
+    """Run the program of a part, with its output in a file beside its results."""
     seconds, program = PARTS[name]
     arguments = [word.format(out=out, jobs=jobs) for word in shlex.split(program)]
     return run_program(arguments, out / f"{name}.log", seconds)
 
 
 def visible_devices() -> list[str]:
-    """Name the devices that programs may use; none where there is no driver."""
+    """Name the devices that programs may use; empty if there is no driver."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in named.split(",") if name]
     program = shutil.which("nvidia-smi")
@@ -161,19 +162,19 @@ def visible_devices() -> list[str]:
 
 
 def gpu_tests(marks: str) -> list[str]:
-    """Node ids of tests that run a kernel and have these marks; slow ones included."""
+    """Node ids of tests that run a kernel and have these marks, also of slow ones."""
     command = ["-m", "pytest", "--collect-only", "-q", "-m", f"gpu and {marks}", "--slow"]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode not in (0, 5):  # 5: there is none
+    if done.returncode not in (0, 5):  # 5: no such test
         raise RuntimeError(done.stdout + done.stderr)
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
 def shards(tests: Sequence[str], jobs: int) -> list[list[str]]:
-    """Tests dealt out to processes: neighbours, which share kernels, together.
+    """Distribute tests to processes; neighbouring tests, which share kernels, stay together.
 
-    A test of `ON_THEIR_OWN` has a process of its own, and they come first. Where few tests are
-    left, as when a suite is continued, each of the ``jobs`` gets some of them.
+    Each test of `ON_THEIR_OWN` has a process of its own; these come first. If few tests are left,
+    as in a continued suite, each of the ``jobs`` gets some of them.
     """
     first = [[test] for test in tests if test.startswith(ON_THEIR_OWN)]
     rest = [test for test in tests if not test.startswith(ON_THEIR_OWN)]
@@ -182,7 +183,7 @@ def shards(tests: Sequence[str], jobs: int) -> list[list[str]]:
 
 
 def report_of(paths: Iterable[Path], tests: Collection[str] | None = None) -> dict[str, Any]:
-    """What the reports of these sources among ``paths`` say together, of all tests or of some."""
+    """Join those reports among ``paths`` that belong to these sources, for all or some tests."""
     from gpu_report import joined, still_valid
 
     report: dict[str, Any] = {}
@@ -197,9 +198,9 @@ def report_of(paths: Iterable[Path], tests: Collection[str] | None = None) -> di
 
 
 def run_suite(out: Path, jobs: int, seconds: float = SUITE_SECONDS, *, again: bool = False) -> bool:
-    """Run all GPU tests in several processes; tests that need the device alone come last.
+    """Run all GPU tests in several processes; tests that need the device alone run last.
 
-    Each process begins with another device, and sees the others behind it.
+    Each process has another default device, and sees the other devices after it.
     """
     from gpu_report import flat, formatted
 
@@ -242,7 +243,10 @@ def run(
     *,
     again: bool = False,
 ) -> int:
-    """Run parts one after the other; a line for each. ``seconds`` and ``again`` are the suite's."""
+    """Run parts one after the other, printing a line for each.
+
+    ``seconds`` and ``again`` are for the suite.
+    """
     out.mkdir(parents=True, exist_ok=True)
     failed = False
     for name in names:
@@ -258,7 +262,7 @@ def run(
 
 
 def take_reports(out: Path, root: Path) -> list[str]:
-    """Put what tests, mistakes and tools came to beside the tests, unless of other sources."""
+    """Copy the reports of tests, mutants and sanitizer to tests/, unless of other sources."""
     taken = []
     for name in REPORTS:
         if not (out / name).exists():
@@ -273,9 +277,9 @@ def take_reports(out: Path, root: Path) -> list[str]:
 
 
 def take_results(out: Path, root: Path, commit: str | None = None) -> list[str]:
-    """Put measurements among the others, without the folder they lay in.
+    """Copy measurements to benchmarks/results, without the ``--out`` folder in their commands.
 
-    ``commit`` is what was measured, where git could not say it.
+    ``commit`` is the measured commit, for a machine on which git could not tell it.
     """
     taken = []
     for path in sorted(out.glob("*.json")):
@@ -295,7 +299,7 @@ def take_results(out: Path, root: Path, commit: str | None = None) -> list[str]:
 
 
 def take_generation(out: Path, root: Path) -> list[str]:
-    """Put the times of letters beside the example, named by their device and day."""
+    """Copy the times of letters to the example's folder, named by device and day."""
     from cuflash._timing.machine import device_slug
 
     if not (out / GENERATION).exists():
@@ -308,7 +312,7 @@ def take_generation(out: Path, root: Path) -> list[str]:
 
 
 def tables_of(result: dict[str, Any]) -> str:
-    """A result as Markdown; a result of points in space has rows of its own."""
+    """A result as Markdown; results of points in space have another kind of rows."""
     from benchmarks import points, report
 
     of_points = any("points" in row for row in result["rows"])
@@ -316,7 +320,7 @@ def tables_of(result: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run parts, or take their results."""
+    """Run parts, or copy their results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("do", choices=("run", "take"))
     parser.add_argument("out", type=Path)

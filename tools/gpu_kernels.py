@@ -1,12 +1,13 @@
-"""Which kernels do the GPU tests launch, and how are they compiled before there is a GPU?
+"""List the kernels that the GPU tests launch, and compile them without a GPU.
 
-    python -m pytest -m gpu --slow --rehearse kernels.jsonl        # launch nothing, list them
+    python -m pytest -m gpu --slow --rehearse kernels.jsonl        # lists kernels, launches none
     python tools/gpu_kernels.py count kernels.jsonl
-    python tools/gpu_kernels.py compile kernels.jsonl FOLDER       # the NVRTC that CuPy has bound
+    python tools/gpu_kernels.py compile kernels.jsonl FOLDER       # with the NVRTC that CuPy uses
     CUFLASH_KERNELS=FOLDER python tools/gpu_evidence.py run OUT    # on the machine with the GPU
 
-A folder serves any CuPy and any driver that knows the architecture. It should come from the NVRTC
-of that machine, since evidence is of what it compiles. Kernels that lie there are left as they are.
+A folder works with any CuPy and any driver that supports the architecture. Use the same NVRTC as on
+that machine, since the evidence is about the kernels that it compiles. Kernels that are already in
+the folder are not changed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from cuflash.tuning._kernels import config_from_json  # noqa: E402
 
 
 def read(paths: Sequence[Path]) -> dict[Any, set[str]]:
-    """The tests of each kernel, as (architecture, configuration)."""
+    """The tests that launch each kernel; a kernel is (architecture, configuration)."""
     found: dict[Any, set[str]] = defaultdict(set)
     for path in paths:
         for line in path.read_text().splitlines():
@@ -40,7 +41,7 @@ def read(paths: Sequence[Path]) -> dict[Any, set[str]]:
 
 
 def count(kernels: dict[Any, set[str]]) -> str:
-    """A line for each file of tests: its kernels, and those that no other file has."""
+    """A line for each file of tests: number of kernels, number that only this file launches."""
     files = {own: {test.partition("::")[0] for test in tests} for own, tests in kernels.items()}
     every, alone = Counter[str](), Counter[str]()
     for of in files.values():
@@ -51,7 +52,7 @@ def count(kernels: dict[Any, set[str]]) -> str:
 
 
 def compile_missing(kernels: dict[Any, set[str]], folder: Path, processes: int | None) -> list[str]:
-    """Compile what the folder lacks; the errors of those that do not compile."""
+    """Compile the kernels that the folder lacks; return the errors."""
 
     def lacking(own: Any) -> bool:
         arch, config = own

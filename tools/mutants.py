@@ -3,11 +3,11 @@
 With ``--host``: do tests without a GPU notice the mistakes of `host_mutants.toml` in the kernels
 and in the Python modules?
 
-Every mistake is made in a copy of the project; the tests that the table names then have to fail.
-All copies compile into one folder. The same tests first run on the project as it is, where they
-have to pass; their kernels are reused where a mistake does not touch them. Each run is a process of
-its own, forked from one that has imported NumPy, CuPy and pytest. The status is 1 if fewer than
-95 % are noticed, or if a mistake survives that the table does not expect to survive.
+Every mistake is made in a copy of the project; the tests that the table names must then fail. All
+copies compile into one folder. The same tests first run on the unchanged project, where they must
+pass; their kernels are reused if a mistake does not change them. Each run is a process of its own,
+forked from one that has imported NumPy, CuPy and pytest. The status is 1 if fewer than 95 % of the
+mistakes are noticed, or if one survives that the table does not expect to survive.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("cuflash", "kernels_cu", "tests", "tools", "pyproject.toml")
 CASES = "tests/test_every_kernel.py::test_{}[{}]"
 LEAST = 0.95
-#: A copy compiles its kernels and runs them in less; one that takes longer waits for ever. So much
-#: on a GPU, and so much without, where a compiler may have to share its cores.
+#: Seconds for a copy to compile and run its kernels; a copy that takes longer hangs. Without a GPU
+#: the limit is higher, because compilers may share cores.
 TIMEOUTS = {"gpu": 40.0, "host": 240.0}
-#: The tables of mistakes, and the folders that their files are counted from.
+#: The tables of mistakes, and the folders to which their paths are relative.
 TABLES = {"gpu": ("mutants.toml", "kernels_cu"), "host": ("host_mutants.toml", "")}
-#: What says of a test that fails that the mistake is no program.
+#: Words in the output of a failed test that show that the mistake does not compile.
 NO_PROGRAM = ("CompileError", "CalledProcessError")
-#: What takes long to import and is the same in all copies.
+#: Modules that take long to import and are the same in all copies.
 PRELOADED = ("numpy", "ml_dtypes", "cupy", "cupy_backends.cuda.libs.nvrtc", "pytest")
 PROCESSES = multiprocessing.get_context("forkserver")
 FAILED, HUNG = 1, 3  # statuses of pytest and of tests/gpu_watchdog.py
@@ -59,15 +59,15 @@ class Mutant:
     wrong: str
     tests: tuple[str, ...]
     survives: str = ""  # why no test can notice it
-    kind: str = "gpu"  # of TABLES
+    kind: str = "gpu"  # key of TABLES
 
     @property
     def path(self) -> Path:
-        """The file, from the root of the project."""
+        """The file, relative to the root of the project."""
         return Path(TABLES[self.kind][1], self.file)
 
     def applied(self, text: str) -> str:
-        """The file's text with the mistake; a ValueError if ``right`` is not in it once."""
+        """The file's text with the mistake; ValueError unless ``right`` is in it exactly once."""
         if text.count(self.right) != 1:
             raise ValueError(
                 f"{self.name}: {self.file} has {text.count(self.right)} of {self.right!r}"
@@ -77,7 +77,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: killed, survived, broken if it is no program, or not run."""
+    """The outcome of a mutant: killed, survived, broken (does not compile) or not run."""
 
     name: str
     outcome: str
@@ -87,7 +87,7 @@ class Outcome:
 
 
 def mutants(kind: str = "gpu") -> tuple[Mutant, ...]:
-    """All mistakes of ``mutants.toml``, or of the table for the host."""
+    """All mistakes of the table of a kind."""
     text = (Path(__file__).parent / TABLES[kind][0]).read_text(encoding="utf-8")
     return tuple(_mutant(kind=kind, **entry) for entry in tomllib.loads(text)["mutant"])
 
@@ -105,7 +105,7 @@ def _mutant(
 
 
 def copy_project(folder: Path, mutant: Mutant | None) -> Path:
-    """A copy of what the tests need, with the mistake."""
+    """Copy the files that the tests need, and make the mistake there."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -119,13 +119,13 @@ def copy_project(folder: Path, mutant: Mutant | None) -> Path:
 
 
 def pytest_in(folder: Path, tests: Sequence[str], kernels: Path, said: Path) -> None:
-    """Become pytest in a copy: for a process of its own."""
+    """Run pytest in a copy and exit; to be called in a process of its own."""
     with said.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(folder)
     sys.path[:] = [str(folder), *(entry for entry in sys.path if not _leads_to_root(entry))]
-    # What this program has imported of the project has no mistake.
+    # Modules of the project that this program has imported do not have the mistake.
     for name, module in list(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "/")
         if not name.startswith("__") and any(path.is_relative_to(ROOT / part) for part in COPIED):
@@ -146,7 +146,7 @@ def _leads_to_root(entry: str) -> bool:
 def run_tests(
     folder: Path, tests: Iterable[str], kernels: Path, timeout: float
 ) -> tuple[int | None, str]:
-    """Status of pytest, None if it ran out of time, and what it said."""
+    """Status of pytest (None after a timeout) and its output."""
     said = folder / "said.txt"
     process = PROCESSES.Process(target=pytest_in, args=(folder, tuple(tests), kernels, said))
     process.start()
@@ -159,7 +159,7 @@ def run_tests(
 
 
 def judge(mutant: Mutant, kernels: Path, deadline: float) -> Outcome:
-    """Try one mistake, if it is not too late."""
+    """Try one mistake, unless the deadline has passed."""
     start = time.perf_counter()
     if start > deadline:
         return Outcome(mutant.name, "not run", 0.0, mutant.survives, "")
@@ -169,7 +169,7 @@ def judge(mutant: Mutant, kernels: Path, deadline: float) -> Outcome:
     outcome = {0: "survived", FAILED: "killed", HUNG: "killed", None: "killed"}.get(
         status, "broken"
     )
-    # A process that raises ends with the status of tests that fail.
+    # A process that raises ends with the same status as failed tests.
     no_test_failed = status == FAILED and " failed" not in said
     if no_test_failed or any(word in said for word in NO_PROGRAM) or " skipped" in said:
         outcome = "broken"
@@ -178,7 +178,7 @@ def judge(mutant: Mutant, kernels: Path, deadline: float) -> Outcome:
 
 
 def without_mistake(test: str, kernels: Path, timeout: float) -> str:
-    """What is wrong with a test of the project as it is; nothing, if it passes."""
+    """Why a test fails on the unchanged project; empty if it passes."""
     with tempfile.TemporaryDirectory() as name:
         status, said = run_tests(copy_project(Path(name), None), [test], kernels, timeout)
     passed = status == 0 and " skipped" not in said
@@ -186,14 +186,14 @@ def without_mistake(test: str, kernels: Path, timeout: float) -> str:
 
 
 def state(kind: str = "gpu") -> dict[str, str]:
-    """Which sources and mistakes outcomes belong to: mistakes on the host are in every package."""
+    """Digests of the sources and of the table to which outcomes belong; host: of all packages."""
     mistakes = (Path(__file__).parent / TABLES[kind][0]).read_bytes().replace(b"\r\n", b"\n")
     digest = gpu_digest.digest() if kind == "gpu" else gpu_digest.digest(apart=())
     return {"digest": digest, "mistakes": hashlib.sha256(mistakes).hexdigest()}
 
 
 def kept(said: dict[str, Any], now: dict[str, str]) -> list[Outcome]:
-    """What a report says that still holds; nothing, if it is of another state."""
+    """Outcomes of a report that are still valid; empty if the report is of another state."""
     if any(said.get(name) != value for name, value in now.items()):
         return []
     settled = ("killed", "survived")
@@ -201,7 +201,7 @@ def kept(said: dict[str, Any], now: dict[str, str]) -> list[Outcome]:
 
 
 def report(outcomes: Sequence[Outcome], seconds: float, kind: str = "gpu") -> dict[str, Any]:
-    """The outcomes as JSON."""
+    """The report of outcomes, as values for JSON."""
     killed = sum(o.outcome == "killed" for o in outcomes)
     return {
         **state(kind),
@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = pool.map(lambda mutant: judge(mutant, kernels, deadline), left)
         known |= {outcome.name: outcome for outcome in found}
         wrong = {test: text for test, text in zip(tests, healthy, strict=True) if text}
-    for mutant in left:  # a test that fails anyway notices nothing
+    for mutant in left:  # a test that fails without the mistake does not notice it
         if not wrong.keys().isdisjoint(mutant.tests):
             known[mutant.name] = replace(known[mutant.name], outcome="broken")
     if wrong:

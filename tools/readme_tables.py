@@ -1,4 +1,4 @@
-"""Write the tables of README.md and of documents that follow from code and measurements.
+"""Write the tables in README.md and docs/ that are generated from code and measurements.
 
 python tools/readme_tables.py [--check]
 """
@@ -34,14 +34,14 @@ from cuflash._problem import checks, options  # noqa: E402
 from cuflash._select import hardware  # noqa: E402
 
 SHOWN_SEQLENS = (512, 2048, 8192)
-#: Topics of the files that hold the shapes of training, by pass.
+#: Topics of the result files with the shapes of training, by pass.
 TOPICS = {"fwd": "forward", "bwd": "backward"}
 RESULTS = ROOT / "benchmarks" / "results"
 MISTAKES = ROOT / "tests" / "mutants_report.json"
 
 
 def support() -> str:
-    """What runs where, from the tables that the library itself consults."""
+    """What runs on which device, from the tables that the library itself uses."""
     every = ", ".join(dtype.name for dtype in checks.FLOATS)
     devices = "compute capability 5.0 and above; tensor cores from 8.0 on"
     lines = grid(
@@ -70,12 +70,12 @@ def measured(topic: str, device: str = "h100") -> tuple[dict[str, Any], str]:
 
 
 def wrapped(text: str) -> str:
-    """A paragraph in lines of the width of our documents; links stay whole."""
+    """Wrap a paragraph to the width of the documents, without breaking links."""
     return textwrap.fill(text, 104, break_long_words=False, break_on_hyphens=False)
 
 
 def by_cell(rows: Iterable[dict[str, Any]], *fields: str) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Rows of each cell, which ``fields`` name, by implementation."""
+    """For each cell (values of ``fields``): its rows by implementation."""
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         cells.setdefault(tuple(row[name] for name in fields), {})[row["impl"]] = row
@@ -83,24 +83,24 @@ def by_cell(rows: Iterable[dict[str, Any]], *fields: str) -> dict[tuple[Any, ...
 
 
 def factors(cells: Iterable[dict[str, Any]], peer: str, of: str = "ms") -> list[float]:
-    """How many times as much a peer takes."""
+    """How many times as much time (or another field) a peer takes, for each cell."""
     return [cell[peer][of] / cell["cuflash"][of] for cell in cells]
 
 
 def between(values: Iterable[float], digits: int = 0) -> str:
-    """The least and the most of some figures, or the one."""
+    """Text of the least and the largest value; only one if both are printed alike."""
     values = list(values)
     ends = (f"{value:.{digits}f}" for value in (min(values), max(values)))
     return " to ".join(dict.fromkeys(ends))
 
 
 def mask_of(causal: bool) -> str:
-    """How tables call it."""
+    """The word for the mask in tables."""
     return "causal" if causal else "full"
 
 
 def numbers() -> str:
-    """Five figures for somebody who has two minutes, the unfavourable ones included."""
+    """The main figures for the README, including unfavourable ones."""
     table = [("measured", "result")]
     for pass_, name in (("fwd", "forward"), ("bwd", "gradient")):
         result, path = newest(TOPICS[pass_])
@@ -155,7 +155,7 @@ def numbers() -> str:
 
 
 def bars() -> str:
-    """The picture of the forward as text, in a comment: a package index shows it in its place."""
+    """The picture of the forward as text, in a comment; a package index shows it instead."""
     result, _ = newest(TOPICS["fwd"])
     found = {
         row["impl"]: row["tflops"]
@@ -173,14 +173,14 @@ def bars() -> str:
 
 
 def dated(result: dict[str, Any], path: Path) -> str:
-    """The device and the day of a result, in few words, as a link to its rows."""
+    """The device and the date of a result, as a link to its rows."""
     meta, shown = result["meta"], path.with_suffix(".md")
     file = (shown if shown.exists() else path).relative_to(ROOT).as_posix()
     return f"[{meta['device'].split()[1]}, {meta['date']}]({file})"
 
 
 def speed() -> str:
-    """Median times of the newest committed runs, forward and backward, beside the peers."""
+    """Speeds of the newest committed runs, forward and backward, with the peers."""
     shown: list[tuple[str, str]] = []
     cells: dict[tuple[int, bool, int], dict[tuple[str, str], str]] = {}
     runs = []
@@ -208,7 +208,7 @@ def speed() -> str:
 
 
 def naive_factors(result: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Time and memory of the unfused computation as multiples of ours, by pass."""
+    """Time and memory of the unfused computation relative to cuflash, by pass."""
     axes = ("head_dim", "seqlen_q", "causal", "pass")
     times, held = (by_cell(result[kind], *axes) for kind in ("rows", "memory"))
     found = {}
@@ -220,7 +220,7 @@ def naive_factors(result: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def naive() -> str:
-    """How much faster and smaller than the unfused computation."""
+    """How much faster than the unfused computation, and with how much less memory."""
     result, where = measured("naive")
     fwd, bwd = (
         f"the {name} is {faster} times as fast and holds {smaller} times less memory besides its "
@@ -269,7 +269,7 @@ def precise() -> str:
             for name, dtype, precision, peer in kinds
         ),
     )
-    last = {}  # KeOps was not there in every run
+    last = {}  # newest row of each implementation: not every run had KeOps
     for path in sorted(RESULTS.glob("h100-points-????-??-??.json")):
         points = json.loads(path.read_text(encoding="utf-8"))
         last |= {(row["impl"], row["dtype"]): (row, points["meta"]) for row in points["rows"]}
@@ -291,7 +291,7 @@ def precise() -> str:
 
 
 def everyday() -> str:
-    """Speed relative to the fastest peer at shapes that no tile was tuned for."""
+    """Speed relative to the fastest peer at shapes for which no tile was tuned."""
     result, where = measured("everyday", "h200")
     peers = dict.fromkeys(row["impl"] for row in result["rows"] if row["impl"] not in OURS)
     head = wrapped(
@@ -303,7 +303,7 @@ def everyday() -> str:
 
 
 def costs() -> str:
-    """How much longer a call takes with each option, and which kernels serve it on Hopper."""
+    """How much longer a call takes with each option, and whether Hopper's kernels run it."""
     result, where = measured("options", "h200")
     hopper = hardware.typical("sm_90a")
     cells: dict[str, dict[str, tuple[float, str]]] = {}
@@ -336,7 +336,7 @@ def costs() -> str:
 
 
 def waiting() -> str:
-    """What a call costs beside the device."""
+    """The time of a call on the host: launch, compilation, import."""
     result, where = measured("overhead")
     ms = {(row["pass"], row["options"]): row["ms"] for row in result["rows"]}
     slowest = next((label for _, label in ms if label.startswith("warm from disk, ")), None)
@@ -354,7 +354,7 @@ def waiting() -> str:
 
 
 def gradient() -> str:
-    """How much of the fastest peer's speed the gradient has, by head size and order of sums."""
+    """Speed of the gradient relative to the fastest peer, by head size and order of sums."""
     result, where = measured("backward")
     rows = filter(is_training, result["rows"])
     cells = by_cell(rows, "pass", "head_dim", "causal", "seqlen_q")
@@ -384,19 +384,19 @@ def gradient() -> str:
 
 
 def accuracy() -> str:
-    """Errors by dtype and family of inputs, of the newest committed run of each device."""
+    """Errors by dtype and family of inputs, from the newest committed run of each device."""
     last = {path.name.split("-")[0]: path for path in sorted(RESULTS.glob("*-accuracy-*.json"))}
     return "\n\n".join(map(errors, (json.loads(p.read_text("utf-8")) for p in last.values())))
 
 
 def float8_errors() -> str:
-    """Errors of 8-bit operands, of the newest committed run."""
+    """Errors of 8-bit operands, from the newest committed run."""
     last = sorted(RESULTS.glob("cpu-float8-*.json"))[-1]
     return float8.markdown(json.loads(last.read_text("utf-8")))
 
 
 def mistakes() -> str:
-    """How many mistakes in the kernels the GPU tests noticed, and which they did not, and why."""
+    """How many mistakes in the kernels the GPU tests noticed; the others, with reasons."""
     said = json.loads(MISTAKES.read_text(encoding="utf-8"))
     head = wrapped(
         f"{said['device']}, {said['date']}, sources of digest {said['digest'][:9]}: "
@@ -432,7 +432,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def filled(document: str, text: str) -> str:
-    """``text`` with every table of the document between its markers made anew."""
+    """Return ``text`` with the tables between the document's markers generated anew."""
     for name, table in TABLES[document].items():
         begin, end = f"<!-- {name}: made by tools/readme_tables.py -->", f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)

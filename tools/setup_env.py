@@ -1,12 +1,12 @@
-"""Which interpreter can run the tests, the demo or the checks, and what must be installed first?
+"""Find or prepare an interpreter for the tests, the demo, the checks or the docs, and run them.
 
     python tools/setup_env.py {demo,test,check,docs} [arguments for the program]
 
-An interpreter that has what the task needs is used as it is. Otherwise `.venv` is created, and pip
-installs into it the extras that the task and the NVIDIA driver call for; a stamp makes the next run
-start at once. Standard library only: this runs before anything is installed. uv does not read the
-configuration of pip (indexes, constraints), and nox, which has to be installed first, chooses
-neither extras nor an interpreter.
+An interpreter that has everything that the task needs is used as it is. Otherwise `.venv` is
+created, and pip installs the extras for the task and the NVIDIA driver; a stamp file lets the next
+run start at once. Only the standard library is used, because this runs before anything is
+installed. uv is not used because it ignores pip's configuration (indexes, constraints), nor nox,
+which must itself be installed first and chooses neither extras nor an interpreter.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# NVRTC of the CUDA version that CuPy does not compile with, for the tests. It has a folder of its
-# own because CuPy for CUDA 12 takes NVRTC 13 where both are in one environment.
+# A second NVRTC for the tests, of the CUDA version that CuPy does not use. It has its own folder
+# because CuPy for CUDA 12 loads NVRTC 13 if both are in one environment.
 NVRTC_FOLDER = ROOT / ".nvrtc"
 NVRTC_13 = "nvidia-cuda-nvrtc>=13,<14"
 OLDEST_PYTHON = (3, 11)
 OLDEST_CUDA = 12
-NEWEST_CUDA = 13  # a newer driver runs what was built for CUDA 13
-CUDA_EXTRAS = ("cuda", "compile")  # how their names begin; the CUDA version ends them
+NEWEST_CUDA = 13  # newer drivers run programs built for CUDA 13
+CUDA_EXTRAS = ("cuda", "compile")  # prefixes of the extras' names; the CUDA version follows
 
 
 @dataclass(frozen=True)
 class Task:
-    """A program, the extras that it needs, and what it does with kernels."""
+    """A program, the extras that it needs, and whether it runs or compiles kernels."""
 
     extras: tuple[str, ...]
     command: tuple[str, ...]
@@ -56,7 +56,7 @@ TASKS = {
     "docs": Task(extras=("docs", "examples", "testing"), command=("tools/build_docs.py",)),
 }
 
-# Distributions that a task can do without, and what it then leaves out.
+# Distributions that a task can do without, and what is then skipped.
 OPTIONAL = {
     "rdkit": "reactions other than the demo's own two (pip install rdkit)",
     "tqdm": "progress bars (pip install tqdm)",
@@ -71,16 +71,16 @@ OPTIONAL = {
 
 
 class SetupError(Exception):
-    """Set-up cannot go on; the text says what the user can do."""
+    """Set-up failed; the text says what the user can do."""
 
 
 def say(text: str) -> None:
-    """Print one line that differs from the program's own output."""
+    """Print one line, marked as not part of the program's own output."""
     print(f"cuflash: {text}", flush=True)
 
 
 def find_cuda() -> int | str:
-    """Return the CUDA version that the NVIDIA driver serves, or why no driver can be used."""
+    """Return the CUDA version that the NVIDIA driver supports, or why no driver can be used."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     except OSError:
@@ -106,7 +106,7 @@ def wanted_extras(task: Task, cuda: int | str, platform: str = sys.platform) -> 
 
 def missing(extras: tuple[str, ...], pyproject: Path) -> list[str]:
     """Name the distributions, and the CUDA extras as a whole, that this interpreter lacks."""
-    import tomllib  # came with Python 3.11
+    import tomllib  # new in Python 3.11
 
     try:
         from packaging.requirements import Requirement
@@ -127,7 +127,7 @@ def missing(extras: tuple[str, ...], pyproject: Path) -> list[str]:
 
 
 def satisfied(requirement: Any) -> bool:
-    """Whether a distribution of a suitable version is installed, or not needed here."""
+    """Whether a suitable version of a distribution is installed, or none is needed here."""
     if requirement.marker is not None and not requirement.marker.evaluate():
         return True
     try:
@@ -138,10 +138,10 @@ def satisfied(requirement: Any) -> bool:
 
 
 def cupy_works(requirement: Any, *, needs_device: bool) -> bool:
-    """Whether CuPy of a suitable version finds NVRTC and, if it must, a device.
+    """Whether a suitable version of CuPy finds NVRTC and, with ``needs_device``, a device.
 
-    CuPy may come from conda or use a CUDA toolkit of the system: it is asked to work, since the
-    name of its distribution says nothing.
+    CuPy is tried out rather than looked up by its distribution's name, because it may come from
+    conda or use a CUDA toolkit of the system.
     """
     try:
         import cupy
@@ -155,14 +155,14 @@ def cupy_works(requirement: Any, *, needs_device: bool) -> bool:
 
 
 def pip_install(python: str, *arguments: str) -> bool:
-    """Whether pip installed what the arguments name."""
+    """Run pip install with these arguments; return whether it succeeded."""
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", *quiet]
     return subprocess.run([*pip, *arguments]).returncode == 0
 
 
 def prepare_venv(extras: tuple[str, ...], root: Path) -> str:
-    """Return the interpreter of `.venv`, which then has the project with these extras."""
+    """Install the project with these extras into `.venv` and return its interpreter."""
     folder, pyproject = root / ".venv", root / "pyproject.toml"
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     stamp = folder / "cuflash-extras.json"
@@ -191,7 +191,7 @@ def prepare_venv(extras: tuple[str, ...], root: Path) -> str:
 
 
 def choose_interpreter(extras: tuple[str, ...], root: Path) -> str:
-    """Return an interpreter that has these extras, preparing `.venv` where none has them."""
+    """Return this interpreter if it has these extras, else that of `.venv`."""
     absent = missing(extras, root / "pyproject.toml")
     if set(absent) <= set(OPTIONAL):
         for name in absent:
@@ -211,7 +211,7 @@ def choose_interpreter(extras: tuple[str, ...], root: Path) -> str:
 
 
 def install_nvrtc(python: str, folder: Path) -> None:
-    """Put NVRTC 13 into a folder of its own where it is absent; the tests can do without."""
+    """Install NVRTC 13 into its own folder if it is missing; the tests can do without it."""
     probe = [python, "-c", "from importlib.metadata import version; version('nvidia-cuda-nvrtc')"]
     if (
         any(folder.glob("nvidia_cuda_nvrtc-13.*.dist-info"))
@@ -224,7 +224,7 @@ def install_nvrtc(python: str, folder: Path) -> None:
 
 
 def side_by_side(python: str, cuda: int | str) -> tuple[str, ...]:
-    """Options of pytest that give every core a process; a GPU runs one test after the other."""
+    """Options of pytest for one process per core; empty with a GPU, which runs tests in series."""
     probe = [python, "-c", "import xdist"]
     if isinstance(cuda, int) or subprocess.run(probe, capture_output=True).returncode:
         return ()

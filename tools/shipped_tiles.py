@@ -2,11 +2,11 @@
 
 python tools/shipped_tiles.py
 
-It prints every row of a table that a swept tile should replace, and fails where there is one. A
-tile replaces another only if all sweeps of a problem, of at least two lengths, timed both and found
-it faster by more than MARGIN: two runs of one sweep differ by as much. It spills nothing, waits for
-no product, and gives a thread block no more rows than the table does: a row holds for every call,
-and where there are few rows, larger tiles leave SMs without one.
+Prints every row of a table that a swept tile should replace, and fails if there is one. A tile
+replaces another only if all sweeps of a problem, of at least two lengths, timed both and found it
+faster by more than MARGIN: two runs of one sweep differ by as much. It must also not spill, have no
+ptxas warning about serialised wgmma, and give a thread block no more rows than the table does. A
+row is used for every call, and in calls with few rows larger tiles leave SMs idle.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from cuflash.tuning._table import table_rows  # noqa: E402
 
 SWEEPS = ROOT / "benchmarks" / "sweeps"
 MARGIN = 0.02
-#: Kernels whose blocks of threads own rows of keys; those of the others own queries.
+#: Kernels whose thread blocks own rows of keys. Thread blocks of other kernels own queries.
 OWNERS_OF_KEYS = ("backward_sm90", "backward_pair_sm90", "backward_dkv")
 Tile = tuple[tuple[str, int], ...]
 
 
 def rows() -> list[measured.Row]:
-    """One row for each kernel and problem that was swept, in the order of their keys."""
+    """One row for each swept kernel and problem, in the order of their keys."""
     swept: dict[measured.Key, list[tuning.Sweep]] = {}
     for path in sorted(SWEEPS.glob("*.jsonl")):
         found = tuning.load(path)
@@ -44,12 +44,12 @@ def rows() -> list[measured.Row]:
 
 
 def was_timed(row: measured.Row, sweep: tuning.Sweep) -> bool:
-    """Whether a sweep timed the tile of a row, or all others in turns with it."""
+    """Whether a sweep timed the tile of a row, or compared all others with it."""
     return row.values in relative_times(sweep)
 
 
 def row_of(key: measured.Key, sweeps: list[tuning.Sweep]) -> measured.Row:
-    """The tile that all of them found faster than that of the tables, or that one."""
+    """The tile that all sweeps found faster than the table's tile, else the table's tile."""
     own = {row.key: row for row in table_rows(sweeps[0])}[key]
     times = [relative_times(found) for found in sweeps]
     lengths = {found.workload.seqlen_k for found in sweeps}
@@ -65,7 +65,7 @@ def row_of(key: measured.Key, sweeps: list[tuning.Sweep]) -> measured.Row:
 
 
 def relative_times(sweep: tuning.Sweep) -> dict[Tile, float]:
-    """Times of tiles over that of the one that all were compared with, those together at last."""
+    """Times of tiles relative to the sweep's default; the final comparison overrides others."""
     keys = {row["key"]: as_tile(row["values"]) for row in sweep.timed}
     times = {keys[row["key"]]: float(row["relative"]) for row in sweep.timed}
     for final in sweep.finals[-1:]:
@@ -76,7 +76,7 @@ def relative_times(sweep: tuning.Sweep) -> dict[Tile, float]:
 
 
 def serves_every_call(tile: Tile, of_tables: Tile, sweep: tuning.Sweep) -> bool:
-    """Whether a tile leaves registers and processors as those of the tables do."""
+    """Whether a tile owns no more rows than the table's tile, without spills and warnings."""
     owned = "block_n" if sweep.kernel.startswith(OWNERS_OF_KEYS) else "block_m"
     if dict(tile)[owned] > dict(of_tables)[owned]:
         return False
@@ -88,17 +88,17 @@ def serves_every_call(tile: Tile, of_tables: Tile, sweep: tuning.Sweep) -> bool:
 
 
 def as_tile(values: Mapping[str, int]) -> Tile:
-    """Values by name, as a row has them."""
+    """Values by name, in the form that rows have."""
     return tuple(values.items())
 
 
 def disagreements() -> list[str]:
-    """Where a swept tile is clearly faster than that of a table."""
+    """Lines about swept tiles that are clearly faster than the table's."""
     best = {row.key: row for row in rows()}
     found = {}
     for path in sorted(SWEEPS.glob("*.jsonl")):
         sweep = tuning.load(path)
-        device = typical(sweep.header["arch"])  # tables have rows for the device that was measured
+        device = typical(sweep.header["arch"])  # tables have rows for the measured device
         configs = default_configs(sweep.workload, sweep.kernel, device)
         for row, config in zip(table_rows(sweep), configs, strict=True):
             swept = best.get(row.key)

@@ -1,12 +1,12 @@
-"""Sweep the tiles that tools/shipped_tiles.py ships, on the device at hand, problem by problem.
+"""Sweep the tiles for tools/shipped_tiles.py on this device, problem by problem.
 
-    python tools/sweep_tiles.py OUT                    # all, what OUT has already is left out
+    python tools/sweep_tiles.py OUT                    # all sweeps that OUT does not have
     python tools/sweep_tiles.py OUT --only 'backward*float16*' --seconds 500
     python tools/sweep_tiles.py OUT --list
 
-Each problem is swept at two lengths, since a shipped tile holds for every length. Values next to
-those of the tables are tried, more of them in older files; docs/tuning.md has a sweep of all. Where
-nothing else is legal there is no sweep.
+Each problem is swept at two lengths, since a shipped tile is used for every length. The values are
+close to those of the tables; older files have more values. docs/tuning.md describes a sweep of all
+values. A problem with only one legal tile is not swept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cuflash._timing.machine import device_slug  # noqa: E402
 
 LENGTHS = (8192, 2048)
 Values = Mapping[str, Sequence[int]]
-#: Values to try of a kernel, by head size where they differ; of others all that are legal.
+#: Values to try, by kernel and head size. All legal values are tried for kernels not listed here.
 TRIED: dict[str, dict[int, Values]] = {
     "forward_sm90": {
         64: {"block_m": (128, 192), "block_n": (112, 128), "num_stages": (3, 4),
@@ -74,14 +74,14 @@ _HALVES = ("bfloat16", "float16")
 
 
 class Swept(NamedTuple):
-    """One sweep: a kernel and what it computes."""
+    """One sweep: a kernel and a problem."""
 
     kernel: str
     workload: tuning.Workload
 
     @property
     def name(self) -> str:
-        """Name of its file, without that of the device."""
+        """Name of the sweep's file, without the device."""
         work = self.workload
         dims = [work.head_dim] + [work.head_dim_v] * (work.head_dim_v != work.head_dim)
         words = [self.kernel, "d" + "-".join(map(str, dims))]
@@ -94,12 +94,12 @@ class Swept(NamedTuple):
 
     @property
     def tried(self) -> Values:
-        """The values that are tried."""
+        """The values to try, by parameter."""
         return TRIED.get(self.kernel, {}).get(self.workload.head_dim, {})
 
 
 def problems() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Kernels, each with the problems of which its tiles are swept."""
+    """Yield pairs of a kernel and a problem for which its tiles are swept."""
     masks = [{"causal": causal} for causal in (False, True)]
     two_kernels = ("backward_dq_sm90", "backward_dkv_sm90")
     for dtype in _HALVES:
@@ -141,7 +141,7 @@ def problems() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def sweeps() -> Iterator[Swept]:
-    """Every problem at every length; points in space, whose rows are short, at their own."""
+    """Every problem at every length; points in space have lengths of their own."""
     for kernel, own in problems():
         own = {"dtype": "bfloat16", "head_dim_v": own["head_dim"], **own}
         tokens = TOKENS if own["dtype"] in _HALVES else TOKENS // 2
@@ -157,7 +157,7 @@ def sweeps() -> Iterator[Swept]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Sweep what is not there yet; the status is 1 if a sweep failed."""
+    """Run the sweeps whose files do not exist yet; the status is 1 if a sweep failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="*", help="names that match, with * and ?")

@@ -1,4 +1,4 @@
-"""Does the installed package work where only it and its dependencies are?"""
+"""Does the package work in an environment that has only the package and its dependencies?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cuflash._jit import source
 
 
 def main() -> int:
-    """Find the kernel sources in the package, attend over NumPy arrays, show the table, bench."""
+    """Check the kernel sources in the package, a NumPy call, show_config and the commands."""
     if "cupy" in sys.modules:
         return fail("importing cuflash imported CuPy")
     package = Path(cuflash.__file__).parent

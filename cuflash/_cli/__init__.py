@@ -1,4 +1,4 @@
-"""What can be asked for on the command line? One module for each command."""
+"""The command line. Each command has a module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuflash._cli import cache, explain, info, tune
 from cuflash._cli.from_checkout import bench, plot
 from cuflash._errors import CompileError
 
-#: Exit statuses beside 0: something was wrong with what was found, or with what was asked for.
+#: Exit statuses beside 0: a command found something wrong, was called wrongly, was interrupted.
 FOUND_WRONG, ASKED_WRONG, INTERRUPTED = 1, 2, 130
 _COMMANDS: dict[str, Any] = {
     "info": info,
@@ -27,7 +27,7 @@ _COMMANDS: dict[str, Any] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The parser of the command line."""
     p = argparse.ArgumentParser(
         prog="cuflash" if Path(sys.argv[0]).stem == "cuflash" else "python -m cuflash",
         description="Exact attention on arrays: what is here, how fast it is, which tiles to take.",
@@ -47,13 +47,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status."""
+    """Run one command and return its exit status."""
     p = parser()
     if not (sys.argv[1:] if argv is None else argv):
         p.print_help(sys.stderr)
         return ASKED_WRONG
     arguments, unknown = p.parse_known_args(argv)
-    if unknown and not hasattr(arguments, "any_words"):  # of a command that is not installed
+    if unknown and not hasattr(arguments, "any_words"):  # set by a command that is not installed
         p.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status: int = arguments.run(arguments)

@@ -1,4 +1,4 @@
-"""Which compiled kernels are kept, are they whole, and which are needed?"""
+"""Which compiled kernels are cached, and are they intact? Also compiles and removes kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ keys runs, for every dtype and head size named, with and without causal. It leav
 small batches and of grouped heads, another head_dim_v, packed sequences, windows and other score
 options, precision="tf32", deterministic=False. cuflash.compile(workloads) compiles any problem.
 """
-#: What the store writes, and what a process that was killed while it wrote has left.
+#: Files of the cache, and temporary files of a process that was killed while it wrote.
 _FILE = re.compile(r"([0-9a-f]{64}\.(cubin|json)|compiler\.json)(\.\w{8}\.tmp)?")
 _ENTRY = re.compile(rb"\.text\.(cuflash_\w+)")
 
@@ -47,7 +47,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what is asked for."""
+    """Run the chosen action."""
     folder = arguments.folder or _cupy.folder()
     if arguments.action == "warm":
         return _warm(arguments)
@@ -90,7 +90,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def _clear(arguments: argparse.Namespace, folder: Path, rows: list[dict[str, Any]]) -> int:
-    """Remove our files, and no others."""
+    """Remove the files of the cache, and no others."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if _FILE.fullmatch(path.name) and (path.is_symlink() or not path.is_dir()):
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Which kernel runs for a call, why this one, and what bounds its time?"""
+"""Which kernel runs for a call, why this one, and what limits its time?"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ examples:
   python -m cuflash explain --seqlens 4096,1000,24 --causal   # packed sequences
   python -m cuflash explain --backward --json
 """
-#: What kernels without tiles do.
+#: Descriptions of the kernels without tiles.
 _STEPS = {
     "segment_bounds": "the smallest and the largest of every 64 ids, to skip blocks",
     "backward_delta": "rowsum(dout * out), which the gradients' kernels read",
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _io(work: Workload, arch: str | None, *, backward: bool) -> dict[str, Any]:
-    """What the IO model predicts, with what the counters of a device say where they can be read."""
+    """Predictions of the IO model, with the counters of the device if they can be read."""
     found = io_model.predicted(work, arch=arch, backward=backward)
     if arch is None and select_hardware.present() is not None:
         try:
@@ -97,9 +97,9 @@ def _io(work: Workload, arch: str | None, *, backward: bool) -> dict[str, Any]:
 def explain(
     work: Workload, *, arch: str | None = None, backward: bool = False, compiled: bool = True
 ) -> dict[str, Any]:
-    """Describe the kernels of one problem in values that JSON knows.
+    """Describe the kernels of one problem in values that JSON supports.
 
-    ``compiled``: with registers and what follows from them, for which NVRTC is needed.
+    ``compiled`` adds registers and occupancy, which need NVRTC.
     """
     hardware = select_hardware.wanted(arch)
     steps = steps_of(work, hardware, backward=backward)
@@ -139,7 +139,7 @@ def _described(
     measured = None if row is None else row.measured or "a table in use"
     found["tile_from"] = measured or f"cuflash/_kernels/{config.kernel}.py"
     grads = io_model.grads_of(config)
-    if len(grads) == 1:  # a pass of its own
+    if len(grads) == 1:  # dk and dv are separate passes
         found["gradient"] = f"d{grads}"
     once = sum(io_model.least_bytes(work, config.kernel, grads)) + work.option_bytes()
     flops = work.kernel_flops(config.kernel, grads)
@@ -150,10 +150,10 @@ def _described(
 def _roofline(
     work: Workload, config: Any, flops: float, once: int, peak: select_hardware.Peak | None
 ) -> dict[str, Any]:
-    """The least time by the data sheet, and what takes it; None where there is no data sheet.
+    """The least time by the data sheet, and what limits it; None without a data sheet.
 
-    Each pass computes an exponential for each pair, in float64 by multiply-adds. Products of
-    CUDA cores are not counted.
+    Each pass computes one exponential per query-key pair (in float64 by multiply-adds, which are
+    not counted). Products on CUDA cores are not counted.
     """
     if peak is None:
         return dict.fromkeys(("bound_ms", "bound_by", "bound_tflops"))
@@ -215,7 +215,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
 
 
 def _rows(own: dict[str, Any], device: str) -> Iterator[tuple[str, str]]:
-    """What is said of one kernel: name and text of each line."""
+    """Lines about one kernel, as pairs of name and text."""
     if own["why"]:
         yield "why", own["why"]
     tile = ", ".join(f"{name} {value}" for name, value in own["tile"].items())
@@ -264,7 +264,7 @@ def _io_lines(io: dict[str, Any]) -> list[str]:
 
 
 def _gradient_lines(io: dict[str, Any]) -> list[str]:
-    """A row for each kernel and one for all; below it what was counted, and its share."""
+    """A row for each kernel and one for all; below each the counters, relative to the model."""
     total, predicted = io["sum"], io_model.PREDICTED_OF_GRADIENT
     lines = [_table_row("", [field.replace("_", " ") for field in predicted.values()])]
     for row in (*io["kernels"], {"kernel": "all", **total}):

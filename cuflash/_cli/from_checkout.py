@@ -1,7 +1,7 @@
-"""What needs a checkout? Its code is in the folder ``benchmarks/``.
+"""Commands that need a checkout, because their code is in its folder ``benchmarks/``.
 
-The installed package lacks that folder: comparisons with peers, pictures and counters of a device
-serve whoever develops kernels. Without it a command says in one line where to get it.
+The installed package does not have this folder: comparisons with peers, pictures and counters of a
+device are for developers of kernels. Without the folder a command says in one line where to get it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from cuflash._jit.source import kernels_dir
 
 
 def module(name: str) -> ModuleType:
-    """A module of ``benchmarks/``; an ImportError where this is no checkout."""
+    """Import a module of ``benchmarks/``; ImportError unless this is a checkout."""
     checkout = kernels_dir().parent
     if not (checkout / "benchmarks" / "command.py").is_file():
         raise ImportError(
             "the benchmarks are not part of the installed package: run this in a checkout of the "
             "sources of cuflash, which has the folder benchmarks/"
         )
-    if sys.path[:1] != [str(checkout)]:  # before any other package of that name
+    if sys.path[:1] != [str(checkout)]:  # goes before any other package called benchmarks
         sys.path.insert(0, str(checkout))
     from benchmarks import command, plot, profiler
 
@@ -38,7 +38,7 @@ class FromCheckout:
     EXAMPLES: str = ""
 
     def add_arguments(self, p: argparse.ArgumentParser) -> None:
-        """Describe the command, as far as it is here."""
+        """Describe the command, or say that it needs a checkout."""
         try:
             module(self.module).add_arguments(p)
         except ImportError as absent:
@@ -46,7 +46,7 @@ class FromCheckout:
             p.set_defaults(any_words=True)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do what is asked for."""
+        """Run the command."""
         return int(module(self.module).run(arguments))
 
 

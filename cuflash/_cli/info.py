@@ -1,4 +1,4 @@
-"""What is installed here, and which device is it?"""
+"""What is installed, and which device does this machine have?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what `cuflash.show_config` knows, and the limits of the device."""
+    """Print `cuflash.show_config` and the limits of the device."""
     table = show_config(mode="dicts")
     found = hardware.present()
     try:
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def no_device() -> str:
-    """That no device can be used, and why, in the words of `cuflash.show_config`."""
+    """The message that no device can be used, with the reason from `cuflash.show_config`."""
     found = show_config(mode="dicts")
     name = "device" if found["device"].startswith("unavailable") else "cupy"
     return f"no NVIDIA device can be used ({name} {found[name]})"

@@ -1,16 +1,17 @@
-"""Which bytes does attention move? The IO model of FlashAttention, kernel by kernel.
+"""How many bytes does attention move? The IO model of FlashAttention, kernel by kernel.
 
 Standard attention writes and reads the matrices of scores and weights: Theta(N d + N^2) bytes of
-device memory. A tile of queries of the forward loads its q once, and k and v of every key that it
-may see: with M elements of on-chip memory a tile has Theta(M / d) rows, hence Theta(N^2 d^2 / M)
-(Dao et al. 2022, theorem 2). Theorem 5 says the same of the gradient: a tile of keys loads its k
-and v once, and q, dout, lse and delta of every query that may see it (one pass for dk and dv, or
-for all gradients); a tile of queries loads its q and dout once, and k and v of every key that it
-may see (a pass for dq). Kernels that go row by row move Theta(N d).
+device memory. In the forward, a tile of queries loads its q once, and k and v of every key that it
+may see. With M elements of on-chip memory a tile has Theta(M / d) rows, so that Theta(N^2 d^2 / M)
+bytes are loaded (Dao et al. 2022, theorem 2). Theorem 5 is the same for the gradient. In a pass for
+dk and dv, or for all gradients, a tile of keys loads its k and v once, and q, dout, lse and delta
+of every query that may see it. In a pass for dq, a tile of queries loads its q and dout once, and k
+and v of every key that it may see. Kernels that work row by row move Theta(N d).
 
-These bytes enter the SMs, through L2. Device memory moves fewer where L2 keeps operands: at least
-every operand once. One pass for all gradients adds to float32 sums of dq: additions leave an SM as
-stores do, and L2 reads and writes the sums itself. Options that are arrays are not counted.
+The model counts bytes that enter the SMs, through L2. Device memory moves fewer bytes if L2 keeps
+operands, but at least every operand once. One pass for all gradients adds to float32 sums of dq:
+additions leave an SM as stores do, and L2 reads and writes the sums itself. Options that are arrays
+are not counted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cuflash._errors import wrong_value
 from cuflash._select.hardware import wanted
 from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload, seen_by
 
-#: What of the model is compared with each counter of a device, for the forward.
+#: The field of the model that is compared with each counter of a device, for the forward.
 PREDICTED = {
     "device memory read": "read_once",
     "device memory write": "stored",
@@ -47,18 +48,18 @@ class Traffic(NamedTuple):
     read_once: int  # every operand: the least that device memory is read
     loaded: int  # operands that the SMs load, through L2 (D108)
     written_once: int  # every result: the least that device memory is written
-    stored: int  # results that the SMs store, and what they add to them
+    stored: int  # results that the SMs store, and additions to results
     asymptotic: float  # N^2 d^2 / M of all heads, in bytes, without its constant
-    added: int = 0  # of what is stored: L2 reads and writes as much of its own
+    added: int = 0  # part of stored: additions, for which L2 itself reads and writes as much
 
     @property
     def fused(self) -> int:
-        """What SMs load and store."""
+        """Bytes that the SMs load and store."""
         return self.loaded + self.stored
 
 
 def predicted(work: Workload, *, arch: str | None = None, backward: bool = False) -> dict[str, Any]:
-    """Bytes of the forward, and of each kernel of the gradient, in values that JSON knows."""
+    """Bytes of the forward, and of each kernel of the gradient, in values that JSON supports."""
     steps = steps_of(work, wanted(arch), backward=backward)
     configs: list[Any] = [*steps]
     (index,) = (i for i, config in enumerate(configs) if config.computes == "out")
@@ -91,9 +92,9 @@ def forward(
 ) -> Traffic:
     """Bytes that a forward with lse and these tiles moves.
 
-    ``boxes``: TMA loads whole tiles, zeros past the end of an array included. Other kernels load
-    the keys that some query of the tile may see. ``split_columns`` thread blocks share a tile, each
-    with its own columns of v.
+    With ``boxes`` TMA loads whole tiles, with zeros past the end of an array. Other kernels load
+    only keys that some query of the tile may see. ``split_columns`` thread blocks share a tile,
+    each with its own columns of v.
     """
     d, d_v = work.head_dim, work.head_dim_v
     rows, keys, _ = _rows_loaded(work, block_m, block_n, boxes=boxes)
@@ -104,11 +105,11 @@ def forward(
 
 
 def gradient(work: Workload, config: Any, splits: int = 1, dq_sums: int = 1) -> Traffic:
-    """Bytes that one kernel of the gradient moves; ``splits`` are parts of the queries.
+    """Bytes that one kernel of the gradient moves, with the queries in ``splits`` parts.
 
-    As in :func:`forward` every tile loads its own rows, even if it sees nothing. What the two
-    thread blocks of a pair get by multicast enters both SMs, and counts twice; ds, which they
-    exchange, does not count: it comes from no memory.
+    As in :func:`forward` every tile loads its own rows, even if it sees nothing. Data that the two
+    thread blocks of a pair receive by multicast enters both SMs and counts twice. ds, which they
+    exchange, does not count, because it does not come from memory.
     """
     _refuse_simt(config)
     read, written = least_bytes(work, config.kernel, grads_of(config))
@@ -138,23 +139,23 @@ def gradient(work: Workload, config: Any, splits: int = 1, dq_sums: int = 1) -> 
 
 
 def together(parts: Sequence[Traffic]) -> Traffic:
-    """The sum of kernels that run one after the other, each from empty caches."""
+    """The sum over kernels that run one after the other, each beginning with empty caches."""
     return Traffic(*map(sum, zip(*parts, strict=True)))
 
 
 def grads_of(config: Any) -> str:
-    """Which of dk and dv a pass computes, as :func:`least_bytes` has them: "kv", "k" or "v"."""
+    """Which of dk and dv a pass computes, as for :func:`least_bytes`: "kv", "k" or "v"."""
     return "".join(key for key in "kv" if getattr(config, f"grad_{key}", True))
 
 
 def unfused(work: Workload, pass_: str = "fwd") -> int:
-    """Bytes of device memory where scores S and weights P are arrays, keys there for every head.
+    """Bytes of device memory if scores S and weights P are arrays, with keys for every query head.
 
     Forward (Dao et al. 2022, algorithm 0): S and P are written and read, four arrays of pairs; q,
-    k, v and out once. Gradient (algorithm 3), from P that the forward has left: dv = P^T dout
-    reads P; dP = dout v^T is written; dS = P (dP - rowsum(P dP)) reads both and is written; dq =
-    dS k and dk = dS^T q read it. These are seven arrays of pairs; q, k, v and their gradients
-    once, dout twice. Both are Theta(N d + N^2), by theorems 2 and 5.
+    k, v and out once. Gradient (algorithm 3), with P stored by the forward: dv = P^T dout reads P;
+    dP = dout v^T is written; dS = P (dP - rowsum(P dP)) reads both and is written; dq = dS k and
+    dk = dS^T q read dS. These are seven arrays of pairs; q, k, v and their gradients once, dout
+    twice. Both are Theta(N d + N^2), by theorems 2 and 5.
     """
     columns = work.head_dim + work.head_dim_v
     m, n = work.seqlen_q, work.seqlen_k
@@ -164,7 +165,7 @@ def unfused(work: Workload, pass_: str = "fwd") -> int:
 
 
 def least_bytes(work: Workload, kernel: str, grads: str = "kv") -> tuple[int, int]:
-    """Every operand of a kernel of ``kernels_cu`` once: bytes that are read, and written.
+    """Bytes that a kernel reads and writes, with every operand and result counted once.
 
     ``grads`` says which of dk and dv a pass computes: a pass for dv alone does not need v.
     """
@@ -179,7 +180,7 @@ def least_bytes(work: Workload, kernel: str, grads: str = "kv") -> tuple[int, in
         return 2 * dout + lse, 2 * lse
     if kernel == "backward_convert":
         return sums, q
-    if kernel == "backward_combine":  # and the parts
+    if kernel == "backward_combine":  # gradient() adds the parts that it reads
         return 0, k + v
     read = q + dout + k + v + 2 * lse  # lse and delta
     if kernel in ONE_PASS:  # adds to float32 sums of dq
@@ -192,7 +193,10 @@ def least_bytes(work: Workload, kernel: str, grads: str = "kv") -> tuple[int, in
 def _rows_loaded(
     work: Workload, tile: int, block: int, *, boxes: bool, keys: bool = False
 ) -> tuple[int, int, int]:
-    """Rows that tiles load: their own, rows of the other side, and how many of these exist."""
+    """Rows that tiles load: own rows, rows of the other side, and the number of the latter.
+
+    The last number does not count rows past the end of an array.
+    """
     seen, own = seen_by(work, tile, keys=keys), work.seqlen_k if keys else work.seqlen_q
     if not boxes:
         return own, seen.rows(), seen.rows()
@@ -201,7 +205,7 @@ def _rows_loaded(
 
 
 def _loaded_by_queries(work: Workload, config: Any) -> int:
-    """A tile owns queries and streams keys."""
+    """Bytes that tiles load if a tile owns queries and streams keys."""
     tile, block = config.block_m, config.block_n
     rows, keys, _ = _rows_loaded(work, tile, block, boxes=config.tensor_maps)
     loaded = (rows + keys) * _row_bytes(work) + 2 * work.seqlen_q * _statistic(work)
@@ -209,15 +213,15 @@ def _loaded_by_queries(work: Workload, config: Any) -> int:
 
 
 def _loaded_by_keys(work: Workload, config: Any, splits: int) -> int:
-    """A tile owns keys, which the heads of a group share, and streams queries of each head.
+    """Bytes that tiles load if a tile owns keys and streams the queries of each head.
 
-    Each part of the queries loads the keys.
+    The heads of a group share the keys. Each part of the queries loads the keys again.
     """
     tile, block = config.own_rows, config.block_m
     keys, rows, present = _rows_loaded(work, tile, block, boxes=config.tensor_maps, keys=True)
     size = _size(work)
     key_bytes = _row_bytes(work) if getattr(config, "grad_k", True) else size * work.head_dim
-    if config.cluster_blocks == 2:  # half of the columns of the other's k
+    if config.cluster_blocks == 2:  # a block loads half of the columns of the other block's k
         key_bytes += size * 64 * -(-work.head_dim // 128)
     owners = work.heads_kv if getattr(config, "shared_keys", True) else work.heads_q
     streamed = rows * _row_bytes(work) + 2 * present * _statistic(work)
@@ -226,15 +230,18 @@ def _loaded_by_keys(work: Workload, config: Any, splits: int) -> int:
 
 
 def _sums(work: Workload, config: Any) -> int:
-    """Bytes that all tiles of keys store of dq or add to it."""
+    """Bytes of dq that all tiles of keys store or add."""
     seen = seen_by(work, config.own_rows, keys=True)
     rows = seen.in_blocks(config.block_m, _whole(work.seqlen_q, _SLICE_ROWS))
     return int(_FLOAT_BYTES * work.batch * work.heads_q * rows * config.head_dim)
 
 
 def _first_sums(work: Workload, config: Any, dq_sums: int) -> int:
-    """Bytes of the sums of the blocks of queries that see any key: the first tiles store them."""
-    block_m, tile = config.block_m, config.block_n  # of pairs there is one sum
+    """Bytes of dq sums that are stored, not added: by the first tiles of keys of each query block.
+
+    Blocks of queries that see no key have no sum.
+    """
+    block_m, tile = config.block_m, config.block_n  # a pair of thread blocks has one sum
     seen, end = seen_by(work, block_m), _whole(work.seqlen_q, _SLICE_ROWS)
     rows = 0
     for block in (seen.high > seen.low).nonzero()[0].tolist():
@@ -244,7 +251,7 @@ def _first_sums(work: Workload, config: Any, dq_sums: int) -> int:
 
 
 def _parts(work: Workload, config: Any, splits: int) -> int:
-    """Bytes of dk and dv of all parts of the queries."""
+    """Bytes of dk and dv for all parts of the queries."""
     rows = work.batch * work.heads_kv * _whole(work.seqlen_k, _SLICE_ROWS)
     return int(_FLOAT_BYTES * splits * rows * (config.head_dim + config.head_dim_v))
 
@@ -257,7 +264,7 @@ def _asymptotic(work: Workload, smem_bytes: int) -> float:
 
 
 def _refuse_simt(config: Any) -> None:
-    """Raise for a kernel that reads operands where they lie, once for every product."""
+    """Raise for a kernel that reads operands from global memory, once for every product."""
     if getattr(config, "simt", False):
         got = f"{config.kernel} on CUDA cores"
         raise wrong_value(
@@ -276,7 +283,7 @@ def _statistic(work: Workload) -> int:
 
 
 def _row_bytes(work: Workload) -> int:
-    """Bytes of a row of q and dout, or of k and v."""
+    """Bytes of one row of q and dout, or of k and v."""
     return _size(work) * (work.head_dim + work.head_dim_v)
 
 

@@ -1,4 +1,4 @@
-"""How is a problem spelled on the command line?"""
+"""How is a problem described on the command line?"""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cuflash.tuning._workload import ARRAY_OPTIONS, DTYPES, NUMBERS, PRECISIONS,
 
 Value = TypeVar("Value")
 Number = TypeVar("Number", int, float)
-#: What a size is unless it is given.
+#: The field whose value a size has unless it is given.
 _SAME = {"heads_kv": "heads_q", "seqlen_k": "seqlen_q", "head_dim_v": "head_dim"}
 
 
 def _typed(read: Callable[[str], Value], expected: str) -> Callable[[str], Value]:
-    """An argparse type of what is read from a text; a ValueError refuses it."""
+    """An argparse type from a function that raises ValueError for a wrong text."""
 
     def parse(text: str) -> Value:
         try:
@@ -28,7 +28,7 @@ def _typed(read: Callable[[str], Value], expected: str) -> Callable[[str], Value
 
 
 def listed(kind: Callable[[str], Value]) -> Callable[[str], list[Value]]:
-    """An argparse type: values between commas, one at least."""
+    """An argparse type: values separated by commas, at least one."""
 
     def read(text: str) -> list[Value]:
         found = [kind(part) for part in text.split(",") if part]
@@ -50,17 +50,17 @@ def _above_zero(kind: Callable[[str], Number]) -> Callable[[str], Number]:
 
 
 positive = _typed(_above_zero(int), "a positive int")
-positive_number = _typed(_above_zero(float), "a positive number")  # a finite one
+positive_number = _typed(_above_zero(float), "a positive number")  # and finite
 
 
 def sides(text: str) -> tuple[int | None, int | None]:
-    """An argparse type: a window, "512,0", one side empty for no bound."""
+    """An argparse type: a window, such as "512,0"; an empty side has no bound."""
     left, right = (int(part) if part else None for part in text.split(","))
     return left, right
 
 
 def add_problem(p: argparse.ArgumentParser) -> None:
-    """The shape, dtype and options of one problem, by the names of the fields of a workload."""
+    """Add the shape, dtype and options of one problem, named as the fields of a workload."""
     group = p.add_argument_group("problem")
     group.add_argument("--batch", type=int, default=2, help="default: 2")
     group.add_argument(
@@ -91,7 +91,7 @@ def add_problem(p: argparse.ArgumentParser) -> None:
 
 
 def problem_of(given: argparse.Namespace) -> Workload:
-    """The problem that :func:`add_problem` describes."""
+    """The problem from the arguments of :func:`add_problem`."""
     known = Workload.__dataclass_fields__
     fields = {name: value for name, value in vars(given).items() if name in known}
     fields |= {name: fields[other] for name, other in _SAME.items() if fields[name] is None}

@@ -1,4 +1,4 @@
-"""Which tiles are fastest for a problem, here?"""
+"""Which tiles are fastest for a problem on this device?"""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Sweep, or list where nothing can be timed."""
+    """Sweep, or list the configurations if nothing can be timed."""
     work = problem_of(arguments)
-    strategy_of(arguments.strategy)  # a wrong name is told before anything is compiled
+    strategy_of(arguments.strategy)  # refuses a wrong name before anything is compiled
     found = tuning.space(
         work, arguments.kernel, arch=arguments.arch, parameters=parameters_of(arguments.parameters)
     )
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         tuning.write_cache(result, arguments.kernel_tuner)
     try:
         best = result.best
-    except ValueError as error:  # of what was found, not of what was asked for
+    except ValueError as error:  # about the results, not about the arguments
         _report(result, None, file, as_json=arguments.json)
         print(f"cuflash: {error}", file=sys.stderr)
         return 1
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parameters_of(given: list[str]) -> dict[str, list[int]]:
-    """Values by name of words NAME=VALUE,VALUE."""
+    """Values by name, from words such as NAME=VALUE,VALUE."""
     found: dict[str, list[int]] = {}
     for text in given:
         name, _, values = text.partition("=")
@@ -128,12 +128,12 @@ def parameters_of(given: list[str]) -> dict[str, list[int]]:
 
 
 def _list(found: Any, arguments: argparse.Namespace) -> bool:
-    """Print the space; whether all of it compiles."""
+    """Print the space; return whether all of it compiles."""
     chosen = list(found)[: arguments.budget]
     facts: dict[str, tuning.Facts] = {}
     try:
         facts = found.compile(chosen, processes=arguments.processes, progress=Compiled())
-    except ImportError as error:  # what needs no compiler is told in any case
+    except ImportError as error:  # facts that need no compiler are printed in any case
         print(f"cuflash: nothing was compiled: {error}", file=sys.stderr)
     right = all(c.key in facts and not facts[c.key].error for c in chosen)
     if arguments.json:
@@ -165,7 +165,7 @@ def _list(found: Any, arguments: argparse.Namespace) -> bool:
 
 
 def _facts_of(candidate: Any, own: Any) -> dict[str, Any]:
-    """In values that JSON knows, None for what only a compiler knows."""
+    """Facts in values that JSON supports; None for those that need a compiler."""
     smem_bytes = candidate.config.smem_bytes
     unknown = dict.fromkeys(tuning.Facts(smem_bytes).as_json()) | {"smem_bytes": smem_bytes}
     return unknown if own is None else dict(own.as_json())

@@ -1,12 +1,11 @@
-"""How long does the device take for a call, whatever the host does meanwhile?
+"""How long does the device take for a call, without the time of the host?
 
-Candidates of one cell are timed in turns, in one run, so that clocks and temperature are the same
-for all of them, and the median is taken. No call finds its inputs in the L2 cache. Long calls run
-between two events, after the cache was overwritten: for so long that the host has launched all of
-the call before the device reaches the first event. Where the host was late the sample is taken
-again behind a longer overwriting. Short calls, where events would measure their own resolution, and
-calls on short sequences run in one CUDA graph over many copies of the inputs: each copy has left
-the cache before its turn comes again.
+Candidates of one cell are timed interleaved, in one run, so that all have the same clocks and
+temperature; the median is taken. No call finds its inputs in the L2 cache. Long calls run between
+two events, after fills that overwrite the cache. The fills last until the host has launched all of
+the call; if the host was late, the sample is repeated after longer fills. Short calls, for which
+events are too coarse, run in one CUDA graph over many copies of the inputs: each copy has left the
+cache before it is used again.
 """
 
 from __future__ import annotations
@@ -22,27 +21,28 @@ from typing import Any
 
 Call = Callable[[], Any]
 
-#: Below this a launch gap or an event's resolution (0.5 us) would show: a graph is timed instead.
+#: Below this, launch gaps and the resolution of events (0.5 us) would matter: a graph is timed.
 SHORT_MS = 0.2
 MOST_COPIES = 512
-HEAD_START_MS = 0.5  # what a call takes the host to launch, and something over (D112)
-HEAD_STARTS = 4  # each twice as long; what is still late then waits for the device itself
+HEAD_START_MS = 0.5  # longer than the host takes to launch a call (D112)
+HEAD_STARTS = 4  # attempts, each twice as long; a call still late then waits for the device itself
 ROUNDS = (11, 60)
-WITHIN_ROUNDS = "{} to {} rounds".format(*ROUNDS)  # for help
+WITHIN_ROUNDS = "{} to {} rounds".format(*ROUNDS)  # for help texts
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Median milliseconds of one call, and how they were found."""
+    """Median milliseconds of one call, and how they were measured: "events" or "graph"."""
 
     ms: float
     timing: str
 
 
 def balanced(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield orders: each name goes first, second, ..., and right behind each other, equally often.
+    """Yield orders in which each name has each place, and follows each other name, equally often.
 
-    A device at its power limit is slower behind one that has heated it. Rows of a Williams design.
+    These are the rows of a Williams design: at its power limit a device is slower after a call that
+    has heated it.
     """
     # D94.
     count = len(names)
@@ -55,7 +55,7 @@ def balanced(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run every timer once a round and collect what each returned."""
+    """Run every timer once per round and collect the results."""
     samples: dict[str, list[float]] = {name: [] for name in timers}
     for order in itertools.islice(balanced(tuple(timers)), rounds):
         for name in order:
@@ -64,7 +64,7 @@ def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[
 
 
 def number_of_rounds(slowest_ms: float, budget_ms: float) -> int:
-    """As many rounds as the slowest candidate fits into the budget, within ROUNDS."""
+    """The number of rounds for which the slowest candidate fits into the budget, within ROUNDS."""
     low, high = ROUNDS
     return max(low, min(high, int(budget_ms / max(slowest_ms, 1e-3))))
 
@@ -72,7 +72,7 @@ def number_of_rounds(slowest_ms: float, budget_ms: float) -> int:
 def medians(
     timers: Mapping[str, Callable[[], float]], first: Sequence[float], budget_ms: float, timing: str
 ) -> dict[str, Measurement]:
-    """Run the timers in turns, as often as the slowest of their ``first`` times allows."""
+    """Interleave the timers, as often as the slowest of their ``first`` times allows."""
     samples = interleaved(timers, number_of_rounds(max(first, default=0.0), budget_ms))
     return {name: Measurement(statistics.median(ms), timing) for name, ms in samples.items()}
 
@@ -97,7 +97,7 @@ class DeviceClock:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Make the stream current in CuPy, and in torch where it is loaded."""
+        """Make the stream current in CuPy, and in torch if it is loaded."""
         torch = sys.modules.get("torch")
         with self.stream:
             if torch is None:
@@ -107,7 +107,7 @@ class DeviceClock:
                     yield
 
     def copies_to_leave_l2(self, bytes_per_copy: int) -> int:
-        """How many copies of the inputs take twice the L2 cache."""
+        """Number of copies of the inputs that take twice the size of the L2 cache."""
         return max(1, min(MOST_COPIES, -(-2 * self.l2_bytes // max(bytes_per_copy, 1))))
 
     def once(self, call: Call) -> float:
@@ -129,13 +129,13 @@ class DeviceClock:
     def measure_graphs(
         self, graphs: Mapping[str, tuple[Call, int]], budget_ms: float
     ) -> dict[str, Measurement]:
-        """Median time of one call out of a graph that holds so many of them."""
+        """Median time of one call, from graphs with a given number of calls."""
         timers = {name: functools.partial(self._share_of, *own) for name, own in graphs.items()}
         first = [self._warm(replay) for replay, _ in graphs.values()]
         return medians(timers, first, budget_ms, "graph")
 
     def capture(self, calls: Sequence[Call]) -> Call:
-        """Put the calls, one after another, into a CUDA graph; return what replays it."""
+        """Capture the calls, one after another, in a CUDA graph; return a function to replay it."""
         for call in calls:
             call()
         self.stream.synchronize()
@@ -163,7 +163,7 @@ class DeviceClock:
         return self.between_events(replay)[0] / count
 
     def between_events(self, call: Call) -> tuple[float, bool]:
-        """Milliseconds of one call, and whether the host launched the last of it too late."""
+        """Milliseconds of one call, and whether the device began before all was launched."""
         start, stop = (self.cupy.cuda.Event() for _ in range(2))
         start.record(self.stream)
         call()

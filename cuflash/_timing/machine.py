@@ -1,4 +1,4 @@
-"""Which device and driver measured, and at which clocks?"""
+"""On which device and driver was a measurement made, and at which clocks?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def device_slug(name: str) -> str:
 
 
 def query_driver(*fields: str) -> list[str]:
-    """What nvidia-smi says about device 0; nothing where it is absent."""
+    """Fields of device 0 from nvidia-smi; empty if that is not installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -31,7 +31,7 @@ def query_driver(*fields: str) -> list[str]:
 
 
 def read_clocks() -> dict[str, str] | None:
-    """Clocks in MHz and power in W, now and at most."""
+    """Current clocks in MHz and power in W, and their limits."""
     names = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit")
     return dict(zip(names, query_driver(*names), strict=False)) or None
 

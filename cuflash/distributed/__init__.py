@@ -1,7 +1,7 @@
-"""How does attention run over a sequence that several GPUs, or several processes, share?
+"""How does attention run over a sequence that is split among several GPUs or processes?
 
-Each rank calls the same functions on its own rows: see docs/distributed.md. Nothing is global: the
-communicator is an argument.
+Each rank calls the same functions on its own rows: see docs/distributed.md. There is no global
+state: the communicator is an argument.
 """
 
 from cuflash.distributed._attention import attention, attention_backward, attention_vjp

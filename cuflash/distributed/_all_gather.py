@@ -1,9 +1,9 @@
-"""How does each rank see all keys, collected a part of the heads at a time?
+"""How does each rank collect all keys, one stage (some of the heads) at a time?
 
-Keys and values of the next heads arrive while those of the last are used, so that a fraction of
-the transfer is exposed and a fraction of the memory is taken. A row is computed at once, as on one
-GPU. In the gradient each rank has dk and dv of all keys in float32, which go to the keys' ranks and
-are summed there in order of ranks.
+Keys and values of the next stage arrive while the current stage is computed, so that only a
+fraction of the transfer is exposed and only a fraction of the memory is taken. A row is computed in
+one pass over all keys, as on one GPU. In the gradient each rank computes dk and dv of all keys in
+float32. They are sent to the ranks that hold the keys and are summed there in order of ranks.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ STAGES = 4  # at most
 
 
 class _Gathered:
-    """Keys and values of all ranks, a stage after the other: the next are on their way."""
+    """Keys and values of all ranks, stage by stage; the next stage is already on its way."""
 
     def __init__(self, share: Share) -> None:
         self._share = share
         bounds = share.parts(share.heads).bounds
         anywhere = bounds.alone and bounds.left is None and bounds.right is None
-        # Keys whose positions mean nothing lie rank by rank: each rank's in one piece.
+        # Where positions have no meaning, keys are ordered by rank: each rank's are one piece.
         keys = in_a_row(share.keys) if anywhere else share.keys
         self.group = Group(share.rank, range(share.size), keys)
         self.stages = stages_of(share.heads, share.q, share.k, share.v, most=STAGES)
-        self.kv: tuple[Array, Array]  # of the last stage that was taken, canonical
+        self.kv: tuple[Array, Array]  # k and v of the last stage that was taken, canonical
         self._coming: Any = None
 
     def take(self, number: int) -> Schedule:
-        """Let ``kv`` be of a stage, and begin to collect the next."""
+        """Wait until ``kv`` holds a stage, then begin to collect the next stage."""
         ticket, (k, v) = self._coming or (yield from self._begin(0))
         self.kv, self._coming = (rows_back(k), rows_back(v)), None
         yield Wait(ticket)
@@ -62,13 +62,13 @@ class _Gathered:
         return (yield from begun([self.group.spread(rows) for rows in kv]))
 
     def blocks(self, parts: Parts) -> tuple[Block, ...]:
-        """Calls of own queries against all keys."""
+        """The blocks of this rank's queries against all keys."""
         queries, has_sink = self._share.queries[self._share.rank], "sink" in parts.options.arrays
         return blocks_of(queries, self.group.holder, parts.bounds, sink=has_sink)
 
 
 def forward(share: Share) -> Schedule:
-    """``out`` and lse of own rows, canonical, in the dtypes of results."""
+    """Return ``out`` and lse of this rank's rows, canonical, in the dtypes of results."""
     xp, problem, gathered = share.xp, share.problem, _Gathered(share)
     shape = (*problem.batch_shape, share.q.shape[-2])
     out = xp.empty((*shape, problem.head_dim_v), problem.dtype)
@@ -91,7 +91,7 @@ def forward(share: Share) -> Schedule:
 
 
 def backward(share: Share, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
-    """Gradients of own rows, canonical, and of options, by name."""
+    """Return gradients by name: of this rank's rows (canonical), and of options."""
     xp, dtype, gathered = share.xp, share.sums_dtype, _Gathered(share)
     of_options = OptionGradients(share, wanted)
     of_qkv = ((n, getattr(share, n)) for n in QKV if n in wanted)
@@ -102,7 +102,7 @@ def backward(share: Share, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
         of_options.add(parts, block, parts.backward(block, qkv, of_heads, wanted, onto))
 
     def send_home(stage: Stage, dkv: dict[str, Array]) -> Schedule:
-        """Begin to send gradients of keys of all ranks. Returns what remains to be done."""
+        """Begin to send dk and dv to the ranks that hold the keys. Returns the rest of the work."""
         rows, ranks, found = share.k.shape[-2], gathered.group.ranks, []
         for array in dkv.values():
             came = {r: xp.empty((rows, *array.shape[1:]), dtype) for r in ranks}

@@ -1,4 +1,4 @@
-"""What can a user call? Attention over sequences that ranks share, its gradient, its pullback."""
+"""Public functions: attention over a sequence split among ranks, its gradient, its pullback."""
 
 from __future__ import annotations
 
@@ -32,43 +32,43 @@ def attention(
     return_lse: bool = False,
     **score_options: Unpack[ScoreOptions],
 ) -> Any:
-    """Attention over sequences of which each rank holds the rows that :func:`shard` gives it.
+    """Attention over a sequence of which each rank holds the rows that :func:`shard` returns.
 
     Parameters
     ----------
     q : array, batch + (m, d)
-        The rank's queries; all as in :func:`cuflash.attention`.
+        The rank's queries, as in :func:`cuflash.attention`.
     k, v : array, batch + (n, d) and batch + (n, d_v)
         The rank's keys and values.
     comm : communicator
-        Of :func:`connect`, :func:`from_environment`, :func:`from_mpi`, :func:`from_devices` or
-        :func:`simulated`. Where it runs several ranks in one process, each array argument and
-        result is a list with one array for each rank, and ``options`` may be a list, too.
+        From :func:`connect`, :func:`from_environment`, :func:`from_mpi`, :func:`from_devices` or
+        :func:`simulated`. If it runs several ranks in one process, each array argument and each
+        result is a list with one array for each rank. ``options`` may then be a list, too.
     layout : {"zigzag", "contiguous"}
         Which rows a rank holds.
     method : {"auto", "all_gather", "ring", "ulysses", "usp"}
-        How keys and queries meet; :func:`explain` tells what ``"auto"`` takes.
+        How keys and queries are exchanged; :func:`explain` tells which method ``"auto"`` chooses.
     options, axes, precision, deterministic, return_lse, **score_options
-        As in :func:`cuflash.attention`, of the whole call: lengths, offset, dropout and formulas
-        speak of positions in the whole sequence. ``bias`` and ``mask`` have the rank's own rows and
-        all keys in order, ``segment_ids`` are of its own rows and of all keys.
+        As in :func:`cuflash.attention`, for the whole call: lengths, offset, dropout and formulas
+        use positions in the whole sequence. ``bias`` and ``mask`` have the rank's own rows and all
+        keys in order. ``segment_ids`` has the ids of the rank's own rows and of all keys.
 
     Returns
     -------
     out : array, batch + (m, d_v)
-        Of the rank's rows.
+        The output of the rank's rows.
     lse : array, batch + (m,)
         Only with ``return_lse``, which makes the result a :class:`cuflash.AttentionResult`.
 
     Raises
     ------
     TypeError, ValueError
-        For a wrong argument of this rank, or where ranks make different calls.
+        For a wrong argument on this rank, or if ranks make different calls.
     NotImplementedError
-        For a method that cannot serve the call; the message names one that can. On GPUs also for
-        dropout where ranks have fewer than 32 rows.
+        For a method that does not support the call; the message names one that does. On GPUs also
+        for dropout if ranks have fewer than 32 rows.
     CommunicationError
-        Where a rank is dead or stuck, has refused the call, or raised within it.
+        If a rank is dead or stuck, has refused the call, or has raised an error during it.
 
     Examples
     --------
@@ -119,16 +119,16 @@ def attention_backward(
     Parameters
     ----------
     dout, q, k, v, out, lse, dlse, wrt
-        As in :func:`cuflash.attention_backward`, of the rank's rows.
+        As in :func:`cuflash.attention_backward`, for the rank's rows.
     comm, layout, method, options, axes, precision, deterministic, **score_options
-        As in :func:`attention`. The method may be another one.
+        As in :func:`attention`. The method may differ from the forward's.
 
     Returns
     -------
     cuflash.Gradients
-        Of the rank's rows. dbias has the rank's rows as its bias; the gradients of slopes, sink,
-        scale and of a bias of one row for all queries are of the whole call, the same bits on
-        each rank.
+        Gradients of the rank's rows. dbias has the rank's rows, like the bias. The gradients of
+        slopes, of sink, of scale and of a bias with one row for all queries are sums over the
+        whole call, with the same bits on each rank.
 
     Raises
     ------
@@ -176,7 +176,7 @@ def attention_vjp(
     return_lse: bool = False,
     **score_options: Unpack[ScoreOptions],
 ) -> tuple[Any, Callable[..., Gradients]]:
-    """:func:`attention` together with its pullback, which cannot be called with other options.
+    """:func:`attention` together with its pullback, which uses the same options.
 
     Parameters
     ----------

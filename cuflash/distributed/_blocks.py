@@ -1,8 +1,8 @@
-"""Which calls of one GPU does a set of queries against a set of keys take?
+"""Which one-GPU calls (blocks) compute a set of queries against a set of keys?
 
-One for each pair of chunks where some query may see some key: the chunks are consecutive rows, so
-that an offset says all of their positions. Where nothing but causal or window bounds speaks of
-positions, pairs that see all of each other become one call, and so do the same chunks of queries
+There is one call for each pair of chunks in which some query may see some key. The rows of a chunk
+are consecutive, so one offset describes all positions. If only causal or window bounds depend on
+positions, neighbouring pairs without masked scores become one call. So do equal chunks of queries
 and keys under a causal mask with offset 0.
 """
 
@@ -20,24 +20,24 @@ class Bounds(NamedTuple):
 
     left: int | None
     right: int | None
-    offset: int | None  # None where the host does not know it, or entries have different ones
-    #: Nothing else of the options depends on a position.
+    offset: int | None  # None if the host does not know it, or if it differs between batch entries
+    #: No other option depends on a position.
     alone: bool
 
 
 class Block(NamedTuple):
-    """One call: rows of the arrays of queries and of keys, and the positions of their first."""
+    """One call: rows in the arrays of queries and of keys, and the positions of the first rows."""
 
     rows: slice
     keys: slice
     first_query: int
     first_key: int
-    bounded: bool  # some query does not see some key, by bounds
+    bounded: bool  # the bounds hide some key from some query
     with_sink: bool = False
 
     @property
     def pairs(self) -> int:
-        """Scores, half of them if bounded: enough to compare ranks."""
+        """Number of scores, halved if bounded: a rough size, to compare the work of ranks."""
         number: int = (self.rows.stop - self.rows.start) * (self.keys.stop - self.keys.start)
         return number // 2 if self.bounded else number
 
@@ -46,7 +46,7 @@ class Block(NamedTuple):
 def blocks_of(
     queries: Chunks, keys: Chunks, bounds: Bounds, *, sink: bool = False
 ) -> tuple[Block, ...]:
-    """The calls. With ``sink`` every query is in exactly one that has it."""
+    """Return the blocks. With ``sink`` every query is in exactly one block that has the sink."""
     if not rows_of(queries):
         return ()
     plain = bounds.alone and bounds.offset is not None
@@ -69,7 +69,7 @@ def blocks_of(
 
 
 def lasts_of(steps: Sequence[Sequence[Block]]) -> Iterator[bool]:
-    """Of each block, step by step, whether no later one has any of its rows."""
+    """Yield for each block, step by step, whether no later block has any of its rows."""
     blocks = [block for step in steps for block in step]
     for number, block in enumerate(blocks):
         later = (other.rows for other in blocks[number + 1 :])
@@ -77,7 +77,7 @@ def lasts_of(steps: Sequence[Sequence[Block]]) -> Iterator[bool]:
 
 
 def _seen(query: Chunk, key: Chunk, bounds: Bounds) -> bool | None:
-    """Whether every query sees every key; None if no query sees any."""
+    """Whether every query sees every key; None if no query sees any key."""
     left, right, offset = bounds.left, bounds.right, bounds.offset
     if left is None and right is None:
         return True
@@ -91,7 +91,7 @@ def _seen(query: Chunk, key: Chunk, bounds: Bounds) -> bool | None:
 
 
 def _beside(blocks: list[Block]) -> list[Block]:
-    """Neighbouring keys that all queries see, as one block."""
+    """Join blocks with neighbouring keys that all queries see."""
     result: list[Block] = []
     for block in blocks:
         last = result[-1] if result else None
@@ -103,7 +103,7 @@ def _beside(blocks: list[Block]) -> list[Block]:
 
 
 def _below(blocks: list[Block]) -> list[Block]:
-    """Neighbouring queries that see all of the same keys, as one block."""
+    """Join blocks with neighbouring queries that see all of the same keys."""
     result: list[Block] = []
     for block in blocks:
         for i, other in enumerate(result):

@@ -1,13 +1,13 @@
-"""What does a schedule ask of whatever joins the ranks, and how does it say that a rank failed?
+"""The interface between schedules and communicators, and the error for a rank that failed.
 
-A schedule is a generator, of one rank, that yields three kinds of record. Every rank of a call
-yields the same kinds in the same order; what they hold differs.
+A schedule is a generator that runs on one rank and yields three kinds of record. All ranks of a
+call yield the same kinds in the same order; the contents differ.
 
-    Compute    work of this rank alone, whose result is sent back
+    Compute    work of this rank alone; its result is sent back into the generator
     Exchange   arrays to send and to receive; a ticket is sent back at once
-    Wait       for a ticket; from then on received arrays hold data, and sent ones may be changed
+    Wait       for a ticket; afterwards received arrays hold data, and sent arrays may be changed
 
-Messages of one rank to another arrive in the order in which their exchanges list them.
+Messages from one rank to another arrive in the order in which their exchanges list them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Schedule = Generator[Any, Any, Any]
 
 
 class CommunicationError(RuntimeError):
-    """Ranks do not meet: one is dead or stuck, or does other things than the rest.
+    """Ranks cannot communicate: one is dead or stuck, or makes a different call than the others.
 
     Attributes
     ----------
     rank : int or None
-        The rank that failed, the same on all survivors; None where none can be named.
+        The rank that failed, the same on all survivors; None if no rank can be named.
 
     Examples
     --------
@@ -46,7 +46,7 @@ class CommunicationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Work of one rank; ``scores`` of a query and a key of a head are its size."""
+    """Work of one rank; its size is the number of ``scores`` (query, key and head)."""
 
     run: Callable[[], Any]
     scores: int = 0
@@ -54,40 +54,40 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Contiguous arrays to send, each to a rank, and contiguous arrays to fill, each from one."""
+    """Contiguous arrays to send, each to one rank, and contiguous arrays to receive from ranks."""
 
     sends: tuple[tuple[int, Array], ...] = ()
     receives: tuple[tuple[int, Array], ...] = ()
 
     def __add__(self, other: Exchange) -> Exchange:
-        """Both as one: what takes part in an exchange does not wait for another."""
+        """Join both: the messages of one exchange do not wait for each other."""
         return Exchange(self.sends + other.sends, self.receives + other.receives)
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Until the exchange of this ticket is done."""
+    """Wait until the exchange of this ticket is done."""
 
     ticket: Any
 
 
 @dataclass(slots=True)
 class Agreements:
-    """What ranks have agreed on for calls that may come again, numbered alike on all ranks."""
+    """What ranks agreed on for calls that may be repeated. All ranks use the same numbers."""
 
-    number: int = 0  # of agreements so far
+    number: int = 0  # agreements so far
     known: dict[Any, tuple[int, Any]] = field(default_factory=dict)  # by own rank and key
 
 
 class Communicator(ABC):
-    """Joins ranks, of which this process runs one, or all.
+    """Connects ranks. This process runs one of them, or all.
 
     Attributes
     ----------
     size : int
-        How many ranks there are.
+        Number of ranks.
     ranks : tuple of int
-        Those that this process runs.
+        The ranks that this process runs (its own ranks).
     in_lists : bool
         Whether functions take and return a list with one array for each rank.
     """
@@ -98,16 +98,16 @@ class Communicator(ABC):
         self.agreements = Agreements()
 
     def agree(self, facts: Mapping[int, bytes]) -> list[bytes]:
-        """What every rank says, in order of ranks; ``facts`` has what own ranks say."""
+        """Return the facts of all ranks, in order of ranks; ``facts`` has those of own ranks."""
         return [facts[rank] for rank in self.ranks]
 
     @abstractmethod
     def start(self, exchanges: Mapping[int, Exchange]) -> Any:
-        """Begin the exchanges of own ranks; a ticket."""
+        """Begin the exchanges of own ranks and return a ticket."""
 
     @abstractmethod
     def wait(self, ticket: Any) -> None:
-        """Return when what was received can be used on the current stream."""
+        """Return when the received arrays can be used on the current stream."""
 
     def on(self, rank: int) -> AbstractContextManager[Any]:
         """Context in which a rank's device is current."""
@@ -115,22 +115,22 @@ class Communicator(ABC):
         return nullcontext()
 
     def check_library(self, name: str, array: Array) -> None:  # noqa: B027
-        """Raise a TypeError for an array of a library whose arrays it cannot send."""
+        """Raise a TypeError for an array of a library that this communicator cannot send."""
 
     def free_memory(self, rank: int) -> int | None:
-        """Bytes that a rank's device can still give; None where nobody has to ask."""
+        """Bytes still free on a rank's GPU; None on the CPU."""
         del rank
         return None
 
     def give_up(self, error: BaseException) -> None:  # noqa: B027
-        """An own rank has raised in the middle of a call, which can never end on the others."""
+        """Called when an own rank raised during a call, which then cannot end on other ranks."""
 
     def close(self) -> None:  # noqa: B027
-        """Leave; other ranks that still wait for this one get a CommunicationError."""
+        """Leave; ranks that still wait for this one get a CommunicationError."""
 
 
 def checked_communicator(comm: Any) -> None:
-    """Raise a TypeError for what does not join ranks."""
+    """Raise a TypeError unless the argument is a communicator."""
     if not isinstance(comm, Communicator):
         expected = (
             "a communicator of cuflash.distributed: connect, from_environment, from_mpi, "
@@ -140,9 +140,9 @@ def checked_communicator(comm: Any) -> None:
 
 
 def drive(communicator: Communicator, schedules: Mapping[int, Schedule]) -> dict[int, Any]:
-    """Run the schedules of a process's ranks, each in turn up to its next exchange or wait.
+    """Run the schedules of this process's ranks, each in turn up to its next exchange or wait.
 
-    No record is held while schedules run: its arrays are theirs alone.
+    No reference to a record is kept while schedules run, so that they can free its arrays.
     """
     try:
         return _driven(communicator, schedules)
@@ -178,7 +178,7 @@ def _computed(schedule: Schedule, reply: Any) -> Exchange | Wait:
 
 
 def _done(communicator: Communicator, posted: Mapping[int, Any], ended: Collection[int]) -> Any:
-    """Do what all ranks ask for; the ticket, if they exchange."""
+    """Start the exchanges of all ranks and return the ticket, or wait for their ticket."""
     kinds = {rank: type(record).__name__ for rank, record in posted.items()}
     if ended or len(set(kinds.values())) > 1:
         at = kinds | dict.fromkeys(ended, "the end")

@@ -1,8 +1,8 @@
-"""How do GPUs of one process exchange arrays? Each copies out of the others' memory.
+"""How do GPUs of one process exchange arrays? Each GPU copies from the memory of the others.
 
-Copy engines do it, which take no SM: a copy runs beside kernels that have a block on every SM,
-where a kernel of NCCL would wait until one of them ends. A rank's copies begin when the senders
-have come to the exchange, and a sender may change its arrays when its readers are done.
+Copy engines do this and need no SM: a copy runs beside kernels that occupy every SM, where an NCCL
+kernel would wait until a thread block ends. A rank's copies begin when the senders have reached the
+exchange. A sender may change its arrays when all ranks that read them are done.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cuflash.distributed._gpus import Begun, Devices, Gpu
 
 
 class Peers(Devices):
-    """Ranks on GPUs of one process that reach each other's memory."""
+    """Ranks on GPUs of one process that can access each other's memory."""
 
     def __init__(self, devices: Sequence[int]) -> None:
         super().__init__(dict(enumerate(map(Gpu, devices))), len(devices))
@@ -55,6 +55,6 @@ class Peers(Devices):
 
 
 def are_peers(devices: Sequence[int]) -> bool:
-    """Whether each of several GPUs reaches the memory of all others."""
+    """Whether each GPU can access the memory of all others."""
     can = imported_cupy().cuda.runtime.deviceCanAccessPeer
     return all(can(*pair) for pair in itertools.permutations(devices, 2))

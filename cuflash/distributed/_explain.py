@@ -1,4 +1,4 @@
-"""Which method would a call take, what would it move, and why? In words."""
+"""Which method would a call take, what would it move, and why? Answered as text."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def explain(
     axes: Any = None,
     **score_options: Unpack[ScoreOptions],
 ) -> str:
-    """Bytes and memory of each method for a call of these shapes, and which one is taken.
+    """Bytes and memory of each method for a call with these shapes, and which method is chosen.
 
     Parameters
     ----------
     q, k, v : tuple of int
-        Shapes of the whole arrays; v is like k unless it is given.
+        Shapes of the whole arrays; v has the shape of k unless it is given.
     size : int
-        How many ranks.
+        Number of ranks.
     dtype : dtype
-        Of the arrays.
+        Dtype of the arrays.
     method : {"auto", "all_gather", "ring", "ulysses", "usp"}
         As in :func:`attention`.
     memory : int, optional
-        Bytes that each rank can give beside inputs and results.
+        Bytes that each rank can use beside inputs and results.
     ranks_per_host : int, optional
-        Where ranks are on several hosts; it divides ``size``.
+        For ranks on several hosts; must divide ``size``.
     options, axes, **score_options
         As in :func:`cuflash.attention`.
 

@@ -1,7 +1,8 @@
-"""What do ranks on GPUs have in common, however their arrays travel?
+"""What do ranks on GPUs have in common, whether arrays travel by NCCL or by copies?
 
-Each GPU has a stream of its own for what travels. It waits for what the caller's stream has done so
-far, and the caller's stream waits for it where the schedule says so: the host waits for nothing.
+Each GPU has a second stream for transfers. A transfer waits for the work that was on the caller's
+stream when the transfer was posted, and the caller's stream waits for the transfer where the
+schedule says so. The host never waits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from cuflash.distributed._communicator import Communicator, Exchange
 
 
 class Gpu:
-    """One GPU and its stream."""
+    """One GPU and its stream for transfers."""
 
     def __init__(self, device: int) -> None:
         self._cupy = imported_cupy()
@@ -28,40 +29,40 @@ class Gpu:
         return self._cupy.cuda.Device(self.device)
 
     def done(self) -> Any:
-        """An event where the current stream has come."""
+        """An event after all work posted to the current stream."""
         with self.on():
             return self._cupy.cuda.get_current_stream().record()
 
     def ended(self) -> Any:
-        """An event where all that was posted ends."""
+        """An event after all transfers posted so far."""
         with self.on():
             return self.stream.record()
 
     def wait(self, event: Any) -> None:
-        """Let the current stream wait."""
+        """Let the current stream wait for an event."""
         with self.on():
             self._cupy.cuda.get_current_stream().wait_event(event)
 
     def free_memory(self) -> int:
-        """Bytes that the GPU, or CuPy's pool, can still give."""
+        """Bytes that are free on the GPU or in CuPy's pool."""
         with self.on():
             free, _ = self._cupy.cuda.runtime.memGetInfo()
             return int(free + self._cupy.get_default_memory_pool().free_bytes())
 
 
 class Begun(NamedTuple):
-    """Exchanges by rank, which hold arrays, and for each rank where they end on streams."""
+    """Exchanges by rank (which keep the arrays alive), and the events that end them by rank."""
 
     events: Mapping[int, tuple[Any, ...]]
     exchanges: Mapping[int, Exchange]
 
 
 class Devices(Communicator):
-    """Ranks on GPUs that one process runs, all or one of several."""
+    """Ranks on GPUs. This process runs all of them, or one."""
 
     def __init__(self, gpus: Mapping[int, Gpu], size: int, rank: int | None = None) -> None:
         super().__init__(size, rank)
-        self.gpus = gpus  # of own ranks
+        self.gpus = gpus  # by own rank
 
     def check_library(self, name: str, array: Array) -> None:
         """Raise a TypeError for NumPy arrays."""
@@ -70,7 +71,7 @@ class Devices(Communicator):
             raise wrong_type(name, "a NumPy array", "CuPy arrays for ranks on GPUs", fix)
 
     def wait(self, ticket: Begun) -> None:
-        """Let the current stream of each GPU wait; what was sent is held until here."""
+        """Let the current stream of each GPU wait. Sent arrays are kept alive until here."""
         for rank, gpu in self.gpus.items():
             for event in ticket.events[rank]:
                 gpu.wait(event)
@@ -80,11 +81,11 @@ class Devices(Communicator):
         return self.gpus[rank].on()
 
     def free_memory(self, rank: int) -> int | None:
-        """Bytes that a rank's GPU can still give."""
+        """Bytes that are free on a rank's GPU."""
         return self.gpus[rank].free_memory()
 
     def give_up(self, error: BaseException) -> None:
-        """Let each GPU wait for what has begun, before the memory of its arrays is given away."""
+        """Let each GPU wait for transfers that have begun, before their arrays may be reused."""
         del error
         ends = [gpu.ended() for gpu in self.gpus.values()]
         for gpu in self.gpus.values():
@@ -93,7 +94,7 @@ class Devices(Communicator):
 
 
 def devices_of(devices: Any) -> tuple[int, ...]:
-    """Numbers of GPUs, each once."""
+    """Checked numbers of GPUs, all different."""
     expected = "a list of distinct GPU numbers"
     if not isinstance(devices, list | tuple | range):
         raise wrong_type("devices", shown(devices), expected)

@@ -1,4 +1,4 @@
-"""Do all ranks make the same call? They compare before any data moves, or raise alike."""
+"""Do all ranks make the same call? They compare it before data moves; if not, all of them raise."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _KEPT = 256  # agreements
 
 
 def facts_of_options(options: Options) -> dict[str, Any]:
-    """What of the options has to be alike: plain values, texts of formulas, layouts of arrays.
+    """What must be equal on all ranks: plain values, texts of formulas, layouts of arrays.
 
-    Rows are each rank's own. Lengths and offsets that the host can read are compared by value.
+    The number of rows may differ. Lengths and offsets that the host can read are compared by value.
     """
     facts: dict[str, Any] = {}
     of_arrays = {ARRAYS[name][0].name for name in options.arrays}
@@ -46,7 +46,7 @@ def facts_of_options(options: Options) -> dict[str, Any]:
 
 
 def axis_of_queries(name: str, array: Any) -> int | None:
-    """The axis, counted from the end, along which an option's array has a value for each query."""
+    """The query axis of an option's array, counted from the end; None without one."""
     core = ARRAYS[name][1]
     return core.index("m") - len(core) if "m" in core and array.ndim >= len(core) else None
 
@@ -54,10 +54,10 @@ def axis_of_queries(name: str, array: Any) -> int | None:
 def agreed(
     communicator: Communicator, facts_of: Callable[[int], tuple[dict[str, Any], T]]
 ) -> tuple[list[dict[str, Any]], dict[int, T]]:
-    """Facts of all ranks, and what ``facts_of`` made beside them for own ranks.
+    """Return the facts of all ranks, and the second result of ``facts_of`` for own ranks.
 
-    ``facts_of(rank)`` returns facts, of which "alike" have to be so on all ranks. Where it raises,
-    all ranks raise: this one its own error, the others one that names the rank.
+    ``facts_of(rank)`` returns facts and anything else. The facts under "alike" must be equal on all
+    ranks. If it raises, all ranks raise: this rank its own error, the others one that names it.
     """
     own: dict[int, T] = {}
     texts: dict[int, bytes] = {}
@@ -88,7 +88,7 @@ def _text(facts: dict[str, Any]) -> bytes:
 
 
 def _compare(name: str, values: Sequence[Any]) -> None:
-    """Raise ValueError unless all ranks have one value."""
+    """Raise ValueError unless all ranks have the same value."""
     for rank, value in enumerate(values):
         if value != values[0]:
             raise ValueError(
@@ -98,7 +98,7 @@ def _compare(name: str, values: Sequence[Any]) -> None:
 
 
 def held_rows(name: str, rows: Sequence[int], layout: str) -> tuple[Chunks, ...]:
-    """The chunks of each rank; a ValueError where one has other rows than the layout gives it."""
+    """The chunks of each rank. ValueError if a rank's number of rows is not that of the layout."""
     held = chunks_of(sum(rows), len(rows), layout)
     for rank, (got, own) in enumerate(zip(rows, held, strict=True)):
         if got != rows_of(own):
@@ -111,7 +111,7 @@ def held_rows(name: str, rows: Sequence[int], layout: str) -> tuple[Chunks, ...]
 
 
 def own_of(communicator: Communicator, rank: int, name: str, value: Any) -> Any:
-    """A rank's own part of an argument."""
+    """A rank's own array of an argument, which is a list if this process runs all ranks."""
     if not communicator.in_lists:
         return value
     if not isinstance(value, list | tuple) or len(value) != communicator.size:
@@ -124,23 +124,23 @@ def own_of(communicator: Communicator, rank: int, name: str, value: Any) -> Any:
 
 
 def as_given(communicator: Communicator, results: Mapping[int, T]) -> T | list[T]:
-    """One result, or a list of all."""
+    """The result of the own rank, or a list for all ranks: as the arguments were given."""
     if communicator.in_lists:
         return [results[rank] for rank in communicator.ranks]
     return results[communicator.ranks[0]]
 
 
 def layout_of(array: Any) -> tuple[Any, ...]:
-    """Layout, dtype, library and device of a NumPy or CuPy array."""
+    """Shape, strides, dtype, and device (None for NumPy) of a NumPy or CuPy array."""
     array = native("q", array)
     device = array.data.device_id if is_cupy(array) else None
     return array.shape, array.strides, array.dtype, device
 
 
 def recalled(communicator: Communicator, keys: Mapping[int, Any]) -> dict[int, T]:
-    """What ranks agreed on for the calls of these keys, if all ranks make them again.
+    """Return what ranks agreed on for the calls with these keys, if all ranks repeat those calls.
 
-    A call without a key has to be compared every time.
+    A call without a key must be compared every time.
     """
     known = communicator.agreements.known
     found = {r: known.get((r, keys.get(r)), (-1, None)) for r in communicator.ranks}
@@ -151,7 +151,7 @@ def recalled(communicator: Communicator, keys: Mapping[int, Any]) -> dict[int, T
 
 
 def remember(communicator: Communicator, keys: Mapping[int, Any], known: Mapping[int, Any]) -> None:
-    """Keep what all ranks agreed on. All number alike, and forget at the same time."""
+    """Keep what all ranks agreed on. All ranks count alike, and forget at the same time."""
     memory = communicator.agreements
     memory.number += 1
     if memory.number % _KEPT == 0:

@@ -1,4 +1,4 @@
-"""Who am I among how many, and where do we meet? Ranks of mpirun, torchrun, Slurm, or by hand."""
+"""Which rank is this process, of how many, and where do they connect? mpirun, torchrun, Slurm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECRET = "CUFLASH_SECRET"
 TRANSPORTS = ("nccl", "host")
 _SLURM_PORTS = range(20000, 30000)
 _LEAST_SECRET = 8
-_LONGEST = 1e6  # seconds; a socket knows no more than 24 days
+_LONGEST = 1e6  # seconds; timeouts of sockets are limited to 24 days
 
 
 @explain_unknown_keywords
@@ -41,24 +41,24 @@ def connect(
     op_timeout: float = 300.0,
     liveness_timeout: float = 10.0,
 ) -> Communicator:
-    """Join processes; each calls this with its own rank.
+    """Join processes; each process calls this with its own rank.
 
     Parameters
     ----------
     rank, size : int
-        Of how many processes which one.
+        The rank of this process, and the number of processes.
     address : str
-        ``"host:port"`` where rank 0 listens. Nothing beyond the machine reaches the default.
+        ``"host:port"`` where rank 0 listens. Other machines cannot reach the default.
     secret : str or bytes
-        At least 8 characters that all ranks know and nobody else; default: the environment's
-        ``CUFLASH_SECRET``.
+        At least 8 characters, known to all ranks and to nobody else. The default is the environment
+        variable ``CUFLASH_SECRET``.
     transport : {"nccl", "host"}
         ``"nccl"`` for CuPy arrays, ``"host"`` for NumPy arrays.
     device : int, optional
-        The GPU; default: the rank modulo the number of GPUs that this process sees.
+        The GPU. The default is the rank modulo the number of GPUs that this process sees.
     init_timeout, op_timeout, liveness_timeout : float
-        Seconds in which all ranks have to come, in which an operation has to end, and in which a
-        rank has to give a sign of life.
+        Seconds within which all ranks must connect, within which an operation must end, and within
+        which a rank must give a sign of life.
 
     Returns
     -------
@@ -68,9 +68,9 @@ def connect(
     Raises
     ------
     TypeError, ValueError
-        For a rank that is none, an address without a port, or no secret.
+        For an invalid rank, an address without a port, or a missing secret.
     CommunicationError
-        Where a rank does not come in time, has another secret, or shares a GPU with another.
+        If a rank does not connect in time, has another secret, or shares a GPU with another rank.
 
     Examples
     --------
@@ -110,10 +110,10 @@ def from_environment(
     Parameters
     ----------
     environment : mapping of str to str, optional
-        Default: ``os.environ``. Of torchrun RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-        MASTER_PORT, above which is the port; of Slurm SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID,
-        SLURM_JOB_NODELIST, and a port that follows from SLURM_JOB_ID; of Open MPI and MPICH their
-        ranks and sizes, with CUFLASH_ADDRESS. CUFLASH_ADDRESS goes before all other addresses.
+        The default is ``os.environ``. torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+        MASTER_PORT (the port is MASTER_PORT + 1). Slurm: SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID,
+        SLURM_JOB_NODELIST (the port is computed from SLURM_JOB_ID). Open MPI and MPICH: their
+        ranks and sizes, with CUFLASH_ADDRESS. CUFLASH_ADDRESS overrides all other addresses.
     **options
         As in :func:`connect`; ``device`` is the local rank unless it is given.
 
@@ -124,7 +124,7 @@ def from_environment(
     Raises
     ------
     RuntimeError
-        Where no launcher has left its variables.
+        If no launcher has set its variables.
     TypeError, ValueError, CommunicationError
         As :func:`connect`.
 
@@ -152,15 +152,15 @@ def from_environment(
 
 
 def from_mpi(mpi: Any, /, *, address: str | None = None, **options: Any) -> Communicator:
-    """Join the processes of a communicator of mpi4py, which makes the secret and tells the port.
+    """Join the processes of an mpi4py communicator, which broadcasts a new secret and the port.
 
     Parameters
     ----------
     mpi : mpi4py.MPI.Comm
-        As ``MPI.COMM_WORLD``. It is used to join only.
+        For example ``MPI.COMM_WORLD``. It is only used to join.
     address : str, optional
-        Default: a free port of 127.0.0.1, which reaches the ranks of one machine. For several,
-        ``"host:port"`` of rank 0.
+        The default is a free port of 127.0.0.1, which works if all ranks are on one machine. For
+        several machines, ``"host:port"`` of rank 0.
     **options
         As in :func:`connect`.
 
@@ -192,15 +192,15 @@ def from_mpi(mpi: Any, /, *, address: str | None = None, **options: Any) -> Comm
 
 
 def from_devices(devices: Any, /, *, transport: str = "auto") -> Communicator:
-    """Ranks on several GPUs of this process; functions take and return lists then.
+    """Ranks on several GPUs of this process. Functions then take and return lists.
 
     Parameters
     ----------
     devices : list of int
         Numbers of GPUs.
     transport : {"auto", "copy", "nccl"}
-        ``"copy"`` for GPUs that reach each other's memory: copy engines move arrays, which take no
-        SM. The default is that where they do, and else ``"nccl"``.
+        ``"copy"`` needs GPUs that can access each other's memory (peers): copy engines, which
+        need no SM, move the arrays. ``"auto"`` is ``"copy"`` for peers, else ``"nccl"``.
 
     Returns
     -------
@@ -209,9 +209,10 @@ def from_devices(devices: Any, /, *, transport: str = "auto") -> Communicator:
     Raises
     ------
     TypeError, ValueError
-        For what is no list of different GPUs, or copies between GPUs that are no peers.
+        Unless ``devices`` is a list of different GPUs, or for copies between GPUs that are not
+        peers.
     ImportError
-        Where CuPy, or NCCL where that is used, is not installed.
+        If CuPy, or NCCL where it is used, is not installed.
 
     Examples
     --------
@@ -239,7 +240,7 @@ def _over_nccl(control: Processes, device: int, init_timeout: float) -> Communic
 
 
 def _require_nccl() -> Any:
-    """CuPy with NCCL."""
+    """Return CuPy; ImportError unless it has NCCL."""
     fix = "install cuflash[cuda12,nccl12] or cuflash[cuda13,nccl13]"
     try:
         nccl = nccl_module()
@@ -251,7 +252,7 @@ def _require_nccl() -> Any:
 
 
 def _launched(found: Mapping[str, str]) -> tuple[int, int, int, str]:
-    """Rank, size, local rank and address, of the first launcher that left its variables."""
+    """Rank, size, local rank and address from the first launcher whose variables are set."""
     for (rank_of, size_of, local_of), address_of in _LAUNCHERS.items():
         if rank_of in found and size_of in found:
             rank, size = _number(found, rank_of), _number(found, size_of)
@@ -272,12 +273,12 @@ def _number(found: Mapping[str, str], name: str, default: int = 0) -> int:
 
 
 def _beside_torchrun(found: Mapping[str, str]) -> str:
-    """The port above that of torchrun, which listens at its own."""
+    """The port after torchrun's own, at which torchrun itself listens."""
     return f"{found.get('MASTER_ADDR', '127.0.0.1')}:{_number(found, 'MASTER_PORT', 29399) + 1}"
 
 
 def _of_slurm(found: Mapping[str, str]) -> str:
-    """The first host, and a port that follows from the job."""
+    """The first host, and a port computed from the job's number."""
     port = _SLURM_PORTS[_number(found, "SLURM_JOB_ID") % len(_SLURM_PORTS)]
     several = _number(found, "SLURM_NNODES", 1) > 1
     return f"{first_host(found.get('SLURM_JOB_NODELIST', '')) if several else '127.0.0.1'}:{port}"
@@ -287,17 +288,17 @@ def _loopback(_: Mapping[str, str]) -> str:
     return "127.0.0.1:29400"
 
 
-#: By the variables of rank, size and local rank: where rank 0 listens. The first that is there.
+#: Variables of rank, size and local rank -> where rank 0 listens. The first match counts.
 _LAUNCHERS = {
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"): _beside_torchrun,
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"): _of_slurm,
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"): _loopback,
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"): _loopback,  # of MPICH
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"): _loopback,  # MPICH
 }
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's list of hosts, as ``gpu[03-05,9],login1``."""
+    """The first host of Slurm's list of hosts, such as ``gpu[03-05,9],login1``."""
     found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
     if not found:
         raise wrong_value("SLURM_JOB_NODELIST", shown(nodes), "a list of hosts")
@@ -320,7 +321,7 @@ def _place(address: Any) -> tuple[str, int]:
 
 
 def _word(name: str, value: Any, words: tuple[str, ...]) -> str:
-    """One of the words."""
+    """Check that a value is one of the words, and return it."""
     if not isinstance(value, str) or value not in words:
         wrong = wrong_value if isinstance(value, str) else wrong_type
         raise wrong(name, shown(value), " or ".join(map(repr, words)))
@@ -328,7 +329,7 @@ def _word(name: str, value: Any, words: tuple[str, ...]) -> str:
 
 
 def _seconds(name: str, value: Any) -> float:
-    """How long something may take."""
+    """A checked timeout."""
     expected = f"seconds, above 0 and at most {_LONGEST:g}"
     number = finite(name, value, expected)
     if not 0 < number <= _LONGEST:
@@ -349,7 +350,7 @@ def _secret(secret: Any) -> bytes:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody uses now."""
+    """A port of the loopback interface that is free now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

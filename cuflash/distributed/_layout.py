@@ -1,12 +1,13 @@
 """Which rows of a sequence does each rank hold?
 
-A layout cuts a sequence into chunks of consecutive rows. Rank r of W holds, of the layout
+A layout cuts a sequence into chunks of consecutive rows. Rank r of W ranks holds
 
     contiguous   chunk r of W chunks
-    zigzag       chunks r and 2 W - 1 - r of 2 W chunks, which gives all ranks equal causal work
+    zigzag       chunks r and 2 W - 1 - r of 2 W chunks: all ranks have equal work if causal
 
-Chunks begin at multiples of 16 rows where the sequence has at least 32 rows a rank: dropout groups
-its random numbers by 16. Shorter sequences are cut evenly, and a chunk may be empty.
+If the sequence has at least 32 rows for each rank, chunks begin at multiples of 16 rows, because
+dropout draws its random numbers in groups of 16. Shorter sequences are cut evenly, and a chunk may
+be empty.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Chunk(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         return self.stop - self.start
 
 
@@ -42,7 +43,7 @@ Chunks = tuple[Chunk, ...]
 
 
 def checked_layout(layout: Any) -> str:
-    """One of the names of layouts."""
+    """A checked name of a layout."""
     expected = " or ".join(map(repr, LAYOUTS))
     if not isinstance(layout, str):
         raise wrong_type("layout", shown(layout), expected)
@@ -52,7 +53,7 @@ def checked_layout(layout: Any) -> str:
 
 
 def chunks_of(length: int, size: int, layout: str) -> tuple[Chunks, ...]:
-    """The chunks of each rank that have rows, in order of position."""
+    """The chunks of each rank, in order of position and without empty chunks."""
     number = size * (2 if layout == "zigzag" else 1)
     unit = _UNIT if length >= 2 * _UNIT * size else 1
     ends = [min(length, round(i * length / (number * unit)) * unit) for i in range(number)]
@@ -67,7 +68,7 @@ def chunks_of(length: int, size: int, layout: str) -> tuple[Chunks, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def joined(chunks: Chunks) -> Chunks:
-    """The same rows in order, neighbours as one chunk, without empty chunks."""
+    """The same rows in order; neighbouring chunks are joined, empty ones dropped."""
     result: list[Chunk] = []
     for chunk in sorted(chunk for chunk in chunks if chunk.rows):
         if result and result[-1].stop == chunk.start:
@@ -79,24 +80,24 @@ def joined(chunks: Chunks) -> Chunks:
 
 @functools.lru_cache(maxsize=1024)
 def in_a_row(held: tuple[Chunks, ...]) -> tuple[Chunks, ...]:
-    """As many rows of each rank, those of a rank after the other."""
+    """As many rows for each rank, but as one chunk for each rank, in order of ranks."""
     ends = [0, *itertools.accumulate(map(rows_of, held))]
     return tuple(joined((Chunk(*pair),)) for pair in itertools.pairwise(ends))
 
 
 def rows_of(chunks: Chunks) -> int:
-    """How many rows the chunks have."""
+    """Number of rows of all chunks."""
     return sum(chunk.rows for chunk in chunks)
 
 
 def places(chunks: Chunks) -> list[slice]:
-    """Where each chunk lies in an array of just these rows."""
+    """The slice of each chunk in an array that has only these rows."""
     ends = [0, *itertools.accumulate(chunk.rows for chunk in chunks)]
     return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
 def within(chunk: Chunk, holder: Chunks) -> slice:
-    """Where a chunk lies in an array of the rows ``holder``, which has it as a whole."""
+    """The slice of a chunk in an array with the rows of ``holder``, which must contain it."""
     for own, place in zip(holder, places(holder), strict=True):
         if own.start <= chunk.start and chunk.stop <= own.stop:
             return slice(
@@ -119,7 +120,7 @@ def counted(name: str, value: Any, least: int, most: int = _MOST) -> int:
 
 
 def counted_rank(rank: Any, size: Any) -> tuple[int, int]:
-    """A rank, below how many."""
+    """A checked rank and number of ranks."""
     size, rank = counted("size", size, 1, MOST_RANKS), counted("rank", rank, 0)
     if rank >= size:
         raise wrong_value("rank", rank, f"a rank below size, {size}")
@@ -127,16 +128,16 @@ def counted_rank(rank: Any, size: Any) -> tuple[int, int]:
 
 
 def positions(length: int, rank: int, size: int, *, layout: str = "zigzag") -> np.ndarray:
-    """Positions in the whole sequence of the rows that a rank holds, in their order there.
+    """Positions, in the whole sequence, of the rows that a rank holds, in the rank's order.
 
-    Rotary embeddings, learned positions and losses must go by these.
+    Rotary embeddings, learned positions and losses must use these positions.
 
     Parameters
     ----------
     length : int
         Rows of the whole sequence.
     rank, size : int
-        Of how many ranks which one.
+        The rank, and the number of ranks.
     layout : {"zigzag", "contiguous"}
         As in :func:`cuflash.distributed.attention`.
 
@@ -147,7 +148,7 @@ def positions(length: int, rank: int, size: int, *, layout: str = "zigzag") -> n
     Raises
     ------
     TypeError, ValueError
-        For a length or a rank that is none, or an unknown layout.
+        For an invalid length or rank, or an unknown layout.
 
     Examples
     --------

@@ -1,9 +1,10 @@
 """How do processes find each other and prove that they belong together? One socket for each pair.
 
-Rank 0 listens at an address that all know. The others connect to it, tell where they listen
-themselves, and get the table; then each connects to the ranks below it. Both ends of a connection
-prove by HMAC-SHA256 of the other's random challenge that they know the secret, before a byte of
-anything else is read. Nothing is unpickled, and every step has a deadline.
+Rank 0 listens at an address that all ranks know. The others connect to it, send the address where
+they listen themselves, and receive the table of all addresses. Then each rank connects to the ranks
+below it. Before anything else is read, both ends of a connection prove that they know the secret,
+by HMAC-SHA256 of the other end's random challenge. Nothing is unpickled, and every step has a
+deadline.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from cuflash.distributed._communicator import CommunicationError
 
 _CHALLENGE = 32
 _HELLO = struct.Struct("!I")
-_MOST = 1 << 16  # bytes of a message about who is where
+_MOST = 1 << 16  # bytes; the longest message of addresses
 _RETRY = 0.05
-_STRANGER = 5.0  # seconds, in which others wait for one that may not know the secret
+_STRANGER = 5.0  # seconds that a connection has to prove the secret, while other ranks wait
 
 
 class Deadline:
-    """When a step has to be done."""
+    """The time by which a step must be done."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     @property
     def left(self) -> float:
-        """Seconds; never 0, which means to a socket that it does not wait at all."""
+        """Seconds that are left; never 0, which would make a socket non-blocking."""
         return max(self._end - time.monotonic(), 1e-3)
 
     @property
@@ -69,7 +70,7 @@ def joined(
 
 
 class _Meeting:
-    """One rank while ranks look for each other."""
+    """One rank while the ranks connect to each other."""
 
     def __init__(self, rank: int, size: int, secret: bytes, deadline: Deadline) -> None:
         self._rank, self._size, self._secret, self._deadline = rank, size, secret, deadline
@@ -77,7 +78,7 @@ class _Meeting:
         self._refused: list[str] = []
 
     def gather_all(self, address: tuple[str, int]) -> None:
-        """What rank 0 does: wait for all, then tell all where the others are."""
+        """Rank 0: accept all other ranks, then send everyone the addresses."""
         places: dict[str, Any] = {}
         size = self._size
         with _listening(address, size) as listener:
@@ -99,7 +100,7 @@ class _Meeting:
             _tell(link, {"places": places})
 
     def join(self, address: tuple[str, int]) -> None:
-        """What another rank does: report to rank 0, connect to ranks below, accept ranks above."""
+        """Other ranks: report to rank 0, connect to lower ranks, accept higher ranks."""
         first = self.links[0] = self._connected(0, address)
         host, hello = first.getsockname()[0], {"rank": self._rank, "size": self._size}
         with _listening((host, 0), self._size) as listener:
@@ -121,7 +122,7 @@ class _Meeting:
                 self.links[theirs["rank"]] = link
 
     def _accepted(self, listener: socket.socket) -> tuple[socket.socket, dict[str, Any]]:
-        """The next connection that knows the secret, and its hello."""
+        """The next connection whose other end knows the secret, and its first message."""
         while not self._deadline.over:
             listener.settimeout(self._deadline.left)
             try:
@@ -140,7 +141,7 @@ class _Meeting:
             except (OSError, ValueError, CommunicationError) as error:
                 self._refused.append(str(error) or type(error).__name__)
                 link.close()
-        low = self._rank + 1  # ranks above this one come to it
+        low = self._rank + 1  # higher ranks connect to this one
         missing = [rank for rank in range(low, self._size) if rank not in self.links]
         text = f"ranks that did not connect in time: {', '.join(map(str, missing))}"
         if self._refused:
@@ -148,7 +149,7 @@ class _Meeting:
         raise CommunicationError(text, missing[0])
 
     def _connected(self, other: int, address: tuple[str, int]) -> socket.socket:
-        """A connection to a rank that may not listen yet."""
+        """Connect to a rank; retry while it does not listen yet."""
         while True:
             try:
                 link = socket.create_connection(address, timeout=self._deadline.left)
@@ -196,7 +197,7 @@ def _listening(address: tuple[str, int], backlog: int) -> Any:
 
 
 def _exactly(link: socket.socket, number: int) -> bytes:
-    """So many bytes; ConnectionError where the other end closes before."""
+    """Receive this number of bytes; ConnectionError if the other end closes before."""
     found = bytearray()
     while len(found) < number:
         part = link.recv(number - len(found))
@@ -207,14 +208,14 @@ def _exactly(link: socket.socket, number: int) -> bytes:
 
 
 def _tell(link: socket.socket, message: dict[str, Any]) -> None:
-    """Send a small message; nobody may be left to read it."""
+    """Send a small message; errors are ignored, since the other end may be gone."""
     text = json.dumps(message).encode()
     with contextlib.suppress(OSError):
         link.sendall(_HELLO.pack(len(text)) + text)
 
 
 def _told(link: socket.socket) -> dict[str, Any]:
-    """A small message."""
+    """Receive a small message."""
     (length,) = _HELLO.unpack(_exactly(link, _HELLO.size))
     if length > _MOST:
         raise ValueError(f"a message of {length} bytes, more than {_MOST}")

@@ -1,8 +1,8 @@
-"""How do ranks meet whose arrays are on GPUs? Over NCCL, by CuPy's own communicator.
+"""How do ranks on GPUs communicate by NCCL, through CuPy's own communicator?
 
-Each GPU has one communicator; sends and receives of an exchange are one group, so that none waits
-for another. A thread looks whether exchanges end in time, and where a rank fails it aborts the
-communicator, which frees the GPU: kernels of NCCL wait for ever otherwise.
+Each GPU has one NCCL communicator. The sends and receives of an exchange are one NCCL group, so
+that none waits for another. A thread watches whether exchanges end in time. If a rank fails, the
+communicator is aborted, which frees the GPU: NCCL's kernels would otherwise wait for ever.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from cuflash.distributed._communicator import CommunicationError, Exchange
 from cuflash.distributed._gpus import Begun, Devices, Gpu
 from cuflash.distributed._processes import Processes
 
-_LOOK = 0.1  # seconds between looks at exchanges that have begun
+_LOOK = 0.1  # seconds between checks of exchanges that have begun
 
 
 def nccl_module() -> Any:
-    """CuPy's binding of NCCL, which is there without NCCL, too."""
+    """CuPy's binding of NCCL. It can be imported without NCCL, too."""
     imported_cupy()
     from cupy.cuda import nccl
 
@@ -33,7 +33,7 @@ def nccl_module() -> Any:
 
 
 class _Awaited(NamedTuple):
-    """An exchange of this rank: where it ends, since when, and a rank that takes part in it."""
+    """An exchange of this rank: the event that ends it, when it began, and another rank in it."""
 
     event: Any
     since: float
@@ -41,17 +41,17 @@ class _Awaited(NamedTuple):
 
 
 class _Gpu(Gpu):
-    """One GPU, its stream and its communicator of NCCL."""
+    """One GPU, its stream for transfers and its NCCL communicator."""
 
     def __init__(self, device: int, nccl: Any) -> None:
         super().__init__(device)
         self.nccl = nccl
 
     def post(self, exchange: Exchange) -> None:
-        """Begin sends and receives, within a group, after what the current stream has done.
+        """Begin sends and receives, within a group, after the work posted to the current stream.
 
-        The current stream goes on when NCCL's has come here: a kernel with a block on every SM
-        that began first would leave NCCL none until it ends.
+        The current stream waits until NCCL's stream has reached this point. Otherwise a kernel that
+        occupies every SM could start first and leave no SM to NCCL until it ends.
         """
         byte = nccl_module().NCCL_UINT8
         with self.on():
@@ -64,24 +64,24 @@ class _Gpu(Gpu):
                         call(array.data.ptr, array.nbytes, byte, other, self.stream.ptr)
 
     def abort(self) -> None:
-        """Give the communicator back; kernels that wait end."""
+        """Abort the communicator; its waiting kernels end."""
         with self.on():
             self.nccl.abort()
 
 
 class NcclDevices(Devices):
-    """Ranks on GPUs of one process, or one of several, over NCCL."""
+    """Ranks on GPUs over NCCL. This process runs all of them, or one."""
 
     gpus: Mapping[int, _Gpu]
 
     @classmethod
     def of(cls, devices: Sequence[int]) -> NcclDevices:
-        """All ranks."""
+        """All ranks, in this process."""
         found = nccl_module().NcclCommunicator.initAll(list(devices))
         return cls(dict(enumerate(map(_Gpu, devices, found))), len(devices))
 
     def start(self, exchanges: Mapping[int, Exchange]) -> Begun:
-        """Begin all in one group."""
+        """Begin the exchanges of all own ranks in one NCCL group."""
         nccl = nccl_module()
         nccl.groupStart()
         try:
@@ -92,18 +92,18 @@ class NcclDevices(Devices):
         return Begun({rank: (gpu.ended(),) for rank, gpu in self.gpus.items()}, exchanges)
 
     def close(self) -> None:
-        """Give the communicators back."""
+        """Abort the NCCL communicators."""
         for gpu in self.gpus.values():
             gpu.abort()
 
 
 class Nccl(NcclDevices):
-    """One rank of several processes, on one GPU; ``control`` joins the same processes.
+    """One rank of several processes, on one GPU; ``control`` connects the same ranks by sockets.
 
     Attributes
     ----------
     rank : int
-        This one.
+        The rank of this process.
     """
 
     def __init__(self, control: Processes, device: int, init_timeout: float) -> None:
@@ -116,22 +116,22 @@ class Nccl(NcclDevices):
         nccl = _initialised(control.size, identity, self.rank, device, init_timeout)
         self._gpu = _Gpu(device, nccl)
         super().__init__({self.rank: self._gpu}, control.size, self.rank)
-        self._begun: deque[_Awaited] = deque()  # without arrays, which may be freed before
+        self._begun: deque[_Awaited] = deque()  # holds no arrays, which may be freed earlier
         self._aborted, self._once = threading.Event(), threading.Lock()
         control.on_failure = self._abort
         threading.Thread(target=self._look, name="cuflash looks at NCCL", daemon=True).start()
         try:
             self._warm_up()
         except BaseException:
-            self._abort()  # a rank may have failed before there was anybody to tell
+            self._abort()  # a rank may have failed before on_failure was set
             raise
 
     def agree(self, facts: Mapping[int, bytes]) -> list[bytes]:
-        """What every rank says."""
+        """Return the facts of all ranks."""
         return self.control.agree(facts)
 
     def start(self, exchanges: Mapping[int, Exchange]) -> Begun:
-        """Begin on the communicator's stream."""
+        """Begin the exchange on the stream for transfers."""
         self.check()
         begun = super().start(exchanges)
         exchange = exchanges[self.rank]
@@ -141,16 +141,16 @@ class Nccl(NcclDevices):
         return begun
 
     def wait(self, ticket: Begun) -> None:
-        """Let the current stream wait; what was sent is held until here."""
+        """Let the current stream wait. Sent arrays are kept alive until here."""
         self.check()
         super().wait(ticket)
 
     def give_up(self, error: BaseException) -> None:
-        """Fail: an exchange of the next call would meet one of this."""
+        """Fail: else an exchange of the next call could be paired with one of this call."""
         self.control.give_up(error)
 
     def check(self) -> None:
-        """Raise where a rank has failed: results since then are worth nothing."""
+        """Raise if a rank has failed: results since then are invalid."""
         self.control.check()
 
     def close(self) -> None:
@@ -162,12 +162,12 @@ class Nccl(NcclDevices):
         self.control.close()
 
     def _abort(self) -> None:
-        if self._once.acquire(blocking=False):  # the threads that close and that look may meet here
+        if self._once.acquire(blocking=False):  # two threads may abort: the caller's and _look's
             self._aborted.set()
             self._gpu.abort()
 
     def _look(self) -> None:
-        """Forget exchanges that have ended; where one takes too long, blame a rank."""
+        """Forget exchanges that have ended; if one takes too long, blame a rank."""
         while not self._aborted.wait(_LOOK):
             with self._gpu.on():
                 while self._begun and self._begun[0].event.done:
@@ -178,7 +178,7 @@ class Nccl(NcclDevices):
                 self.control.blame(self._begun[0].other, what)
 
     def _warm_up(self) -> None:
-        """Connect all pairs now: NCCL does it at the first message, one pair after another."""
+        """Connect all pairs now. NCCL connects a pair at its first message, one after another."""
         cupy, others = imported_cupy(), [r for r in range(self.size) if r != self.rank]
         with self._gpu.on():
             rooms = cupy.zeros((2, self.size, 1), np.uint8)
@@ -187,7 +187,7 @@ class Nccl(NcclDevices):
 
 
 def _refuse_shared_gpus(control: Processes, device: int) -> None:
-    """Raise where two ranks have one GPU: NCCL would wait for ever."""
+    """Raise if two ranks have the same GPU: NCCL would wait for ever."""
     name: Array = imported_cupy().cuda.runtime.deviceGetPCIBusId(device)
     here = f"{name} of {platform.node()}"
     told = [t.decode() for t in control.agree({control.rank: here.encode()})]
@@ -198,7 +198,7 @@ def _refuse_shared_gpus(control: Processes, device: int) -> None:
 
 
 def _initialised(size: int, identity: bytes, rank: int, device: int, timeout: float) -> Any:
-    """NCCL's communicator, made in a thread, since NCCL waits for all ranks without an end."""
+    """Make NCCL's communicator in a thread, because NCCL waits for all ranks without a timeout."""
     cupy, found = imported_cupy(), []
 
     def make() -> None:

@@ -1,8 +1,8 @@
-"""How is one block of a sharded call computed, as a call of one GPU with float32 results?
+"""How is one block of a sharded call computed, as a one-GPU call with float32 results?
 
-Options speak of the whole call: bias, mask and segment ids of the local rows and all keys, lengths
-and offset of whole sequences. A block gets its part of them, an offset between its own first query
-and key, and the place from which dropout and formulas count.
+The options of the call refer to whole sequences: bias, mask and segment ids have the local rows and
+all keys, and lengths and offset count in the whole sequence. A block gets its part of the arrays,
+an offset between its own first query and key, and the origin from which dropout and formulas count.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from cuflash._results import Saved
 from cuflash.distributed._blocks import Block, Bounds
 from cuflash.distributed._sums import Merged, Summed
 
-#: Options without positions: with these and bounds alone, blocks may be joined.
+#: Options that depend on no position. If a call has only these and bounds, blocks may be joined.
 _WITHOUT_POSITIONS = {"sink"}
 
 
 @functools.lru_cache(maxsize=1024)
 def _replaced(options: Options, changes: tuple[tuple[str, Any], ...]) -> Options:
-    """Options without arrays, with other values: the blocks of a repeated call are the same."""
+    """Options without arrays, with other values. Cached: repeated calls have equal blocks."""
     return replace(options, **dict(changes))
 
 
 def _of_block(block: Block, q: Array, k: Array, v: Array) -> Triple:
-    """The rows of q, k and v that a block is of."""
+    """The rows of q, k and v that a block computes."""
     return q[..., block.rows, :], k[..., block.keys, :], v[..., block.keys, :]
 
 
@@ -50,37 +50,37 @@ class Heads:
 
     @property
     def all(self) -> bool:
-        """Whether none is missing."""
+        """Whether these are all heads."""
         return self.stop - self.start == self.total
 
 
 class Stage(NamedTuple):
-    """Heads that are computed together; all of them where there is no axis to cut."""
+    """Heads that are computed together; all heads if there is no axis to cut."""
 
     heads: Heads | None
     q: slice | None = None
     kv: slice | None = None
 
     def of_q(self, array: Array) -> Array:
-        """An array like q: its own heads."""
+        """Return the stage's heads of an array like q."""
         return array if self.q is None else array[..., self.q, :, :]
 
     def of_lse(self, array: Array) -> Array:
-        """An array like lse: its own heads."""
+        """Return the stage's heads of an array like lse."""
         return array if self.q is None else array[..., self.q, :]
 
     def of_kv(self, array: Array) -> Array:
-        """An array like k: its own heads."""
+        """Return the stage's heads of an array like k."""
         return array if self.kv is None else array[..., self.kv, :, :]
 
     def of_saved(self, saved: Saved) -> Saved:
-        """What a gradient reads beside q, k and v: its own heads."""
+        """Return the stage's heads of the arrays that a gradient reads beside q, k and v."""
         dlse = None if saved.dlse is None else self.of_lse(saved.dlse)
         return Saved(self.of_q(saved.dout), self.of_q(saved.out), self.of_lse(saved.lse), dlse)
 
 
 def stages_of(heads: Heads | None, q: Array, k: Array, v: Array, *, most: int) -> list[Stage]:
-    """The ``heads`` that q has, in equal parts, at most so many."""
+    """Cut the ``heads`` of q into equal stages, at most ``most``."""
     extents = [a.shape[-3] if a.ndim > 2 else 1 for a in (q, k, v)]
     number = None if heads is None else heads.stop - heads.start
     heads_kv = extents[1]
@@ -100,7 +100,7 @@ def stages_of(heads: Heads | None, q: Array, k: Array, v: Array, *, most: int) -
 
 @dataclass(frozen=True)
 class Parts:
-    """What blocks of one call share."""
+    """What all blocks of one call have in common, and how a block is computed."""
 
     options: Options
     seqlen_q: int  # of the whole call
@@ -111,7 +111,7 @@ class Parts:
 
     @property
     def bounds(self) -> Bounds:
-        """What the options say of who sees whom by position."""
+        """The bounds by position that the options set: which query sees which key."""
         options = self.options
         left, right = options.window or (None, None)
         offset = self._offset()
@@ -123,22 +123,25 @@ class Parts:
         )
 
     def scores(self, block: Block) -> int:
-        """How many a block has, enough to compare ranks."""
+        """Approximate number of scores of a block, to compare the work of ranks."""
         return block.pairs * (1 if self.heads is None else self.heads.stop - self.heads.start)
 
     def forward(
         self, block: Block, qkv: Triple, out: Array, lse: Array, so_far: Array | None = None
     ) -> None:
-        """Write ``out`` and lse of a block's rows; with ``so_far``, joined with what lse is of."""
+        """Write ``out`` and lse of a block's rows.
+
+        With ``so_far``, the output over the keys so far, ``lse`` holds its lse and both are joined.
+        """
         options, qkv = self._options_of(block), _of_block(block, *qkv)
         problem = describe(*qkv, options, precision=self.precision, out=out)
         joined = {} if so_far is None else {"so_far": so_far}
         run_forward(problem, qkv, options, out, lse, origin=self._origin(block), **joined)
 
     def forward_onto(self, merged: Merged, block: Block, qkv: Triple, *, last: bool) -> None:
-        """Merge out and lse of a block, in the kernel where it can do that.
+        """Merge out and lse of a block into ``merged``, within the kernel if it supports that.
 
-        ``last`` says that no other block has any of its rows.
+        ``last`` says that no later block has any of its rows.
         """
         so_far = merged.so_far(block.rows)
         if so_far is None or self._joins(block, qkv, so_far):
@@ -149,7 +152,7 @@ class Parts:
         return merged.merge(block.rows, out, lse)
 
     def _joins(self, block: Block, qkv: Triple, so_far: Array) -> bool:
-        """Whether the kernel of a block joins its result with what is there."""
+        """Whether the kernel of a block can join its result with the output so far."""
         if not is_cupy(so_far):
             return False
         options, qkv = self._options_of(block), _of_block(block, *qkv)
@@ -164,9 +167,9 @@ class Parts:
         wanted: tuple[str, ...],
         onto: Mapping[str, Summed],
     ) -> dict[str, Array]:
-        """Add a block's gradients of q, k and v ``onto`` sums; return what it adds to others.
+        """Add a block's dq, dk and dv to the sums ``onto``; return its gradients of options.
 
-        out and lse are of all keys.
+        ``saved`` has out and lse over all keys.
         """
         xp, options = array_module(qkv[0]), self._options_of(block)
         qkv = _of_block(block, *qkv)
@@ -240,7 +243,7 @@ class Parts:
         return _replaced(options, tuple(changes.items()))
 
     def _offset(self, block: Block | None = None) -> Any:
-        """Of the whole call: an int, or an array of entries (of own heads, for a block)."""
+        """Offset of the whole call: an int or an array (for a block, of own heads only)."""
         options = self.options
 
         def own(value: Any, name: str) -> Any:

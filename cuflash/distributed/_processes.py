@@ -1,9 +1,10 @@
-"""How do ranks meet that are processes, over sockets, and how do they learn that one has failed?
+"""How do processes exchange arrays over sockets, and how do they learn that a rank has failed?
 
-One thread for each other rank reads, so that no send waits for long; one more sends a sign of life
-and looks for ranks without one. A rank fails when its connection ends, when it gives no sign of
-life for ``liveness_timeout``, or when an operation takes longer than ``op_timeout``: then the one
-that has begun least is to blame. Who finds it tells the others, so that all raise one error.
+For each other rank a thread reads, so that no send waits for long. One more thread sends signs of
+life and checks those of other ranks. A rank has failed when its connection ends, when it gives no
+sign of life for ``liveness_timeout``, or when an operation takes longer than ``op_timeout``. In the
+last case the rank that has begun the fewest operations is blamed. The rank that finds a failure
+tells the others, so that all raise the same error.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from cuflash._arrays import Array, is_cupy
 from cuflash._errors import wrong_type
 from cuflash.distributed._communicator import CommunicationError, Communicator, Exchange
 
-_FRAME = struct.Struct("!BQQ")  # kind, a number, bytes that follow
+_FRAME = struct.Struct("!BQQ")  # kind, a number, number of bytes that follow
 _LIFE, _DATA, _FACTS, _FAILED, _LEAVING = range(5)
 _MOST_FACTS = 1 << 24
-_ONE_PACKET = 1 << 12  # bytes that are copied behind their frame rather than sent by themselves
-_GRACE = 0.25  # seconds in which others may tell who failed first
+_ONE_PACKET = 1 << 12  # bytes; shorter payloads are copied behind their frame and sent with it
+_GRACE = 0.25  # seconds in which other ranks may tell which rank failed first
 _NO_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
 
 
@@ -38,7 +39,7 @@ class Processes(Communicator):
     Attributes
     ----------
     rank : int
-        This one.
+        The rank of this process.
     sent : int
         Bytes of arrays sent so far.
     """
@@ -55,9 +56,9 @@ class Processes(Communicator):
         super().__init__(size, rank)
         self.rank, self.sent = rank, 0
         self.op_timeout, self._liveness = op_timeout, liveness_timeout
-        #: Called once where a rank has failed, by any thread.
+        #: Called once when a rank has failed, by any thread.
         self.on_failure: Callable[[], None] = lambda: None
-        #: Operations that this rank has begun.
+        #: Number of operations that this rank has begun.
         self.progress = 0
         self._links = links
         self._locks = {other: threading.Lock() for other in links}
@@ -86,7 +87,7 @@ class Processes(Communicator):
             )  # fmt: skip
 
     def agree(self, facts: Mapping[int, bytes]) -> list[bytes]:
-        """What every rank says."""
+        """Return the facts of all ranks."""
         own = facts[self.rank]
         self.progress += 1
         for other in self._links:
@@ -97,7 +98,7 @@ class Processes(Communicator):
         ]
 
     def start(self, exchanges: Mapping[int, Exchange]) -> Any:
-        """Send; what is received is taken in the meantime, and handed over by :meth:`wait`."""
+        """Send. Threads receive in the meantime; :meth:`wait` copies into the arrays."""
         exchange = exchanges[self.rank]
         self.progress += 1
         for other, array in exchange.sends:
@@ -107,7 +108,7 @@ class Processes(Communicator):
         return exchange
 
     def wait(self, ticket: Exchange) -> None:
-        """Fill the arrays that receive."""
+        """Fill the arrays to receive."""
         for other, array in ticket.receives:
             payload = self._received(other, _DATA)
             if len(payload) != array.nbytes:
@@ -117,14 +118,14 @@ class Processes(Communicator):
             array.reshape(-1).view(np.uint8)[:] = np.frombuffer(payload, np.uint8)
 
     def check(self) -> None:
-        """Raise where a rank has failed."""
+        """Raise if a rank has failed."""
         if self._failure is not None:
             raise CommunicationError(str(self._failure), self._failure.rank)
         if self._closed:
             raise CommunicationError("the communicator is closed")
 
     def fail(self, rank: int | None, text: str, *, tell: bool = True) -> None:
-        """Note that a rank has failed, tell the others, and let go of whoever waits."""
+        """Note that a rank has failed, tell the others, and wake the threads that wait."""
         with self._changed:
             if self._failure is not None or self._closed:
                 return
@@ -135,19 +136,19 @@ class Processes(Communicator):
             if tell:
                 self._tell(other, _FAILED, 0, message, _GRACE)
         if rank in self._links:
-            with contextlib.suppress(OSError):  # a send to it may be waiting
+            with contextlib.suppress(OSError):  # ends a send to it that may be waiting
                 self._links[rank].shutdown(socket.SHUT_RDWR)
         self.on_failure()
 
     def give_up(self, error: BaseException) -> None:
-        """Fail: what others send of this call would be taken for a part of the next."""
+        """Fail: else data that others send for this call would be read as data of the next."""
         text = f"rank {self.rank} raised in the middle of a call: {type(error).__name__}: {error}"
         self.fail(self.rank, text)
 
     def blame(self, waited_for: int, what: str) -> None:
-        """Fail the rank that has begun least; of several, the one that was waited for.
+        """Fail the rank that has begun the fewest operations; among equals, ``waited_for``.
 
-        Where this rank has not begun more than that one, no rank can be named.
+        If this rank has not begun more operations than that one, no rank can be named.
         """
         with self._changed:
             begun = dict(self._progress_of)
@@ -158,7 +159,7 @@ class Processes(Communicator):
             self.fail(who, f"rank {who} is stuck: {what}")
 
     def close(self) -> None:
-        """Leave; who still waits for this rank gets a CommunicationError."""
+        """Leave; ranks that still wait for this one get a CommunicationError."""
         with self._changed:
             if self._closed:
                 return
@@ -193,24 +194,24 @@ class Processes(Communicator):
     def _tell(
         self, other: int, kind: int, number: int, payload: bytes, patience: float = 0.0
     ) -> None:
-        """Send a small frame without waiting, once nothing else is being sent.
+        """Send a small frame without blocking, once no other send holds the lock.
 
-        ``patience`` is how many seconds that may take: a sign of life is not worth any.
+        ``patience`` limits the wait for the lock, in seconds; it is 0 for a sign of life.
         """
         frame = _FRAME.pack(kind, number, len(payload)) + payload
         if not self._locks[other].acquire(timeout=patience):
-            return  # data is a sign of life, too
+            return  # the data being sent is a sign of life, too
         try:
             sent = self._links[other].send(frame, _NO_WAIT)
             if 0 < sent < len(frame):
-                self._links[other].shutdown(socket.SHUT_RDWR)  # it does not read any more
+                self._links[other].shutdown(socket.SHUT_RDWR)  # the other end does not read
         except OSError:
-            pass  # full: its own silence will tell; or gone: the reader finds out
+            pass  # buffer full: liveness decides; connection gone: the reading thread finds out
         finally:
             self._locks[other].release()
 
     def _received(self, other: int, kind: int) -> bytearray:
-        """The next message of a kind from a rank."""
+        """Wait for the next message of a kind from a rank."""
         deadline = time.monotonic() + self.op_timeout
         with self._changed:
             box = self._inbox[other, kind]
@@ -270,7 +271,7 @@ class Processes(Communicator):
         return found
 
     def _ended(self, other: int) -> None:
-        """A connection ended without a word; another rank may have had a reason that it tells."""
+        """A connection ended without a message: first let other ranks tell the cause."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self._closed, timeout=_GRACE)
         self.fail(other, f"rank {other} died: its connection to rank {self.rank} ended")

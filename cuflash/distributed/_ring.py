@@ -1,9 +1,9 @@
-"""How do keys of all ranks come to the queries of one, step by step?
+"""The ring: keys of all ranks reach the queries of each rank, one rank's keys in each step.
 
-Step i computes with keys and values of the rank i before (Liu et al. 2023), which come straight
-from there, and float32 parts are merged. In the gradient they come again, and their gradients go
-straight home, in float32. Ranks may stand for groups that exchange heads: their shares are of all
-rows of a group.
+In step i a rank computes with keys and values of the rank i before it (Liu et al. 2023), which that
+rank sends directly, and merges float32 results. In the gradient keys and values are sent again, and
+dk and dv are sent directly back to their rank, in float32. Under USP each rank of the ring is in a
+group of ranks that exchange heads, and its share has all rows of the group.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from cuflash.distributed._sums import Merged, Summed
 
 
 def _wire(share: Share, array: Array) -> Array:
-    """A canonical array as it is sent; no copy of what was collected, or is in C order."""
+    """A canonical array as it is sent. Collected and C-contiguous arrays are not copied."""
     return rows_first(array) if share.collected else contiguous(array)
 
 
 def _of_wire(share: Share, array: Array) -> Array:
-    """Canonical view of what is sent."""
+    """Canonical view of an array as it is sent."""
     return rows_back(array) if share.collected else array
 
 
 def _exchange(
     share: Share, step: int, arrays: Iterable[Array], coming: Iterable[Array]
 ) -> Exchange:
-    """Arrays for the rank ``step`` behind, and ``coming`` from that ahead."""
+    """Send ``arrays`` to the rank ``step`` after this one; fill ``coming`` from ``step`` before."""
     to, source = (share.peers[(share.rank + s) % share.size] for s in (step, -step))
     return Exchange(tuple((to, a) for a in arrays), tuple((source, a) for a in coming))
 
 
 def _bring(share: Share, own: list[Array], step: int) -> Schedule:
-    """Begin to get keys and values of the rank ``step`` ahead, for which own ones go behind.
+    """Begin to receive k and v of the rank ``step`` before, and to send own ones ``step`` after.
 
-    Returns a ticket and what will have come.
+    Returns a ticket and the arrays that will be filled.
     """
     coming = []
     for array in own:
@@ -56,14 +56,14 @@ def _bring(share: Share, own: list[Array], step: int) -> Schedule:
 
 
 def _blocks(share: Share, step: int, bounds: Bounds) -> tuple[Block, ...]:
-    """Calls of own queries against keys of the rank ``step`` ahead."""
+    """The blocks of own queries against the keys of the rank ``step`` before."""
     keys = share.keys[(share.rank - step) % share.size]
     has_sink = step == 0 and "sink" in share.options.arrays
     return blocks_of(share.queries[share.rank], keys, bounds, sink=has_sink)
 
 
 def forward(share: Share) -> Schedule:
-    """``out`` and lse of own rows and heads, canonical, in the dtypes of results."""
+    """Return ``out`` and lse of own rows and heads, canonical, in the dtypes of results."""
     xp, problem, parts = share.xp, share.problem, share.parts(share.heads)
     own = kv = [_wire(share, a) for a in (share.k, share.v)]
     heads = () if share.heads is None else (share.heads.stop - share.heads.start,)
@@ -90,7 +90,7 @@ def forward(share: Share) -> Schedule:
 
 
 def backward(share: Share, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
-    """Gradients of own rows, canonical, and of options, by name."""
+    """Return gradients by name: of own rows (canonical), and of options."""
     of_options = OptionGradients(share, wanted)
     gradients = yield from of_qkv(share, saved, wanted, of_options)
     return gradients | (yield from of_options.finished())
@@ -99,18 +99,21 @@ def backward(share: Share, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
 def of_qkv(
     share: Share, saved: Saved, wanted: tuple[str, ...], of_options: OptionGradients
 ) -> Schedule:
-    """Gradients of own rows and heads, canonical; of keys that were collected in float32."""
+    """Return gradients of own rows and heads, canonical; dk and dv of collected keys in float32."""
     xp, dtype = share.xp, share.sums_dtype
     own, names = [_wire(share, a) for a in (share.k, share.v)], [n for n in KV if n in wanted]
 
     def room(kv: list[Array]) -> dict[str, Array]:
-        """For dk and dv, as wires."""
+        """Empty arrays for dk and dv, in the layout in which they are sent."""
         return {n: xp.empty(a.shape, dtype) for n, a in zip(KV, kv, strict=True) if n in names}
 
     def computed(
         step: int, stage: Stage, kv: list[Array], dkv: dict[str, Array], dq: Summed
     ) -> Schedule:
-        """Gradients of a stage's heads by the keys of one rank: dk and dv anew."""
+        """Compute the gradients of a stage's heads for the keys of one rank.
+
+        dq is added to ``dq``; ``dkv`` is overwritten.
+        """
         parts, of_heads = share.parts(stage.heads), stage.of_saved(saved)
         k, v = (stage.of_kv(_of_wire(share, a)) for a in kv)
         qkv = stage.of_q(share.q), k, v
@@ -130,14 +133,14 @@ def of_qkv(
         yield from computed(0, stage, own, own_sums, of_stage)
         of_stage.finish()
 
-    # Own keys come in two parts of the heads: while keys of other ranks arrive, and while
-    # gradients of own keys come home.
+    # Own keys are computed in two stages of heads: the first while keys of another rank arrive, the
+    # last while gradients of own keys come back.
     several = share.size > 1
     first, *last = stages_of(share.heads, share.q, share.k, share.v, most=1 + several)
     dq, own_sums = xp.empty(share.q.shape, dtype), room(own)
     of_others = Summed(xp.empty(share.q.shape if several else (0, 0), dtype))
     returned: list[Array] = []
-    back: list[Any] = []  # a ticket, and what comes home by it
+    back: list[Any] = []  # a ticket, and the gradients of own keys that it brings
 
     def taken() -> Schedule:
         """Add the gradients of own keys that another rank computed."""

@@ -1,4 +1,4 @@
-"""How is a whole array cut among ranks, and put together again?"""
+"""How is a whole array split among ranks, and put together again?"""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from cuflash.distributed._share import Group, rows_back, rows_first
 
 
 def shard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -2) -> Any:
-    """The rows of a whole array that a rank holds. Nothing is sent: every rank has the array.
+    """The rows of a whole array that a rank holds. Every rank has the array, so nothing is sent.
 
     Parameters
     ----------
     x : array
-        The same on every rank.
+        The same array on every rank.
     comm : communicator
-        As in :func:`attention`; one of several ranks in this process gives a list.
+        As in :func:`attention`. If it runs several ranks in this process, the result is a list.
     layout : {"zigzag", "contiguous"}
         Which rows a rank holds.
     axis : int
@@ -43,7 +43,7 @@ def shard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -2)
     Raises
     ------
     TypeError, ValueError
-        For an axis that is none, or an unknown layout.
+        For an invalid axis or an unknown layout.
 
     Examples
     --------
@@ -62,24 +62,24 @@ def shard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -2)
         with on_device_of(array):
             part = xp.take(array, xp.asarray(own), axis=axis)
         with comm.on(rank):
-            parts[rank] = xp.array(part)  # which copies to the current device
+            parts[rank] = xp.array(part)  # copies to the current device
     return as_given(comm, parts)
 
 
 def unshard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -2) -> Any:
-    """The whole array, on every rank, from the rows that each holds.
+    """The whole array, on every rank, from the rows that each rank holds.
 
     Parameters
     ----------
     x : array
-        The rank's rows; a list for several ranks in this process.
+        The rank's rows; a list if several ranks run in this process.
     comm, layout, axis
         As in :func:`shard`.
 
     Returns
     -------
     array
-        Whole; a list for several ranks in this process.
+        The whole array; a list if several ranks run in this process.
 
     Raises
     ------
@@ -107,7 +107,7 @@ def unshard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -
         alike |= {"x without rows": f"{array.dtype} {others}"}
         return {"alike": alike, "rows": rows}, array
 
-    recalled(comm, {})  # others may be in attention(), which begins like this
+    recalled(comm, {})  # attention() begins with this: a rank that calls it gets a clear error
     facts, arrays = agreed(comm, facts_of)
     held = held_rows("x", [f["rows"] for f in facts], layout)
 

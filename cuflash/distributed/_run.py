@@ -1,4 +1,4 @@
-"""How do ranks make one call together? They compare it, then run its schedules."""
+"""How do ranks make one call together? They compare the call, then run its schedules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from cuflash.distributed._parts import Heads
 from cuflash.distributed._share import Share
 from cuflash.distributed._traffic import Extents, checked_method, chosen
 
-#: By how many ranks exchange heads: none, where keys are gathered, each by itself, or groups.
+#: Indexed by min(across, 2): all keys are gathered, the ring, groups that exchange heads.
 _METHODS: tuple[tuple[Callable[..., Schedule], Callable[..., Schedule]], ...] = (
     (_all_gather.forward, _all_gather.backward),
     (_ring.forward, _ring.backward),
@@ -46,7 +46,7 @@ _METHODS: tuple[tuple[Callable[..., Schedule], Callable[..., Schedule]], ...] = 
 
 
 class Asked(NamedTuple):
-    """What all ranks ask for alike, beside options."""
+    """Arguments, except options, that must be equal on all ranks."""
 
     function: str
     layout: str
@@ -68,17 +68,20 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's arguments: q, k, v as they came, and in one dtype and canonical order."""
+    """One rank's arguments: q, k, v as given, and converted to one dtype and canonical axes."""
 
     asked: Asked
     given: dict[str, Array]
     qkv: Triple
     options: Options
     saved: Saved | None  # None for the forward
-    wanted: tuple[str, ...]  # gradients
+    wanted: tuple[str, ...]  # names of gradients
 
     def key(self) -> Any:
-        """What the call is known by where only arrays of these layouts differ, or None."""
+        """A key under which agreements on equal calls are remembered; None if there is no such key.
+
+        Calls with the same key differ in the values of q, k and v only.
+        """
         if self.options.arrays or self.options.score_mod or self.options.mask_mod:
             return None
         arrays = (*self.given.values(), *self.qkv, *(self.saved or ()))
@@ -86,7 +89,7 @@ class Call:
         return self.asked, self.wanted, self.options, layouts
 
     def facts(self) -> dict[str, Any]:
-        """What ranks compare, and what each has of its own."""
+        """Facts that must be equal on all ranks ("alike"), and facts of this rank."""
         alike = self.asked._asdict() | {"wrt": self.wanted} | facts_of_options(self.options)
         for name, saved in zip(Saved._fields, self.saved or (), strict=False):
             alike[name] = None if saved is None else str(saved.dtype)
@@ -102,11 +105,11 @@ class Call:
 class _Known(NamedTuple):
     """What all ranks have agreed on for a call."""
 
-    problem: Problem  # of a rank's queries and all keys
+    problem: Problem  # this rank's queries and all keys
     queries: tuple[Chunks, ...]  # of each rank
     keys: tuple[Chunks, ...]
-    shared: frozenset[str]  # options with one row, for the queries of all ranks
-    across: int  # ranks that exchange heads; 0: all keys are gathered
+    shared: frozenset[str]  # options with one row that all queries of all ranks share
+    across: int  # number of ranks that exchange heads; 1: ring; 0: all keys are gathered
 
 
 def run(
@@ -119,9 +122,9 @@ def run(
     keywords: Mapping[str, Any],
     finished: Callable[[Call, Any], Any],
 ) -> Any:
-    """``finished(call, result)`` of own ranks. All ranks compare before data moves.
+    """Run a call and return ``finished(call, result)`` for own ranks.
 
-    What ``ask`` refuses reaches the other ranks, too.
+    All ranks compare the call before data moves. If ``ask`` raises, the other ranks raise, too.
     """
     checked_communicator(comm)
 
@@ -165,7 +168,7 @@ def run(
         with contextlib.suppress(Exception), comm.on(rank):  # agreed() raises it, on all ranks
             calls[rank] = call_of(rank)
             key = calls[rank].key()
-            hash(key)  # raises for an argument that has none
+            hash(key)  # raises if an argument is not hashable
             keys[rank] = key
     known: dict[int, _Known] = recalled(comm, keys)
     if not known:
@@ -207,7 +210,7 @@ def _agreed(
             arguments.saved_arrays("attention", problem, call.given["q"], *call.saved)
         if is_cupy(call.qkv[0]):
             for chunk in itertools.chain(*queries, *keys):
-                placed(problem, call.options, Origin(query=chunk.start))  # or raise
+                placed(problem, call.options, Origin(query=chunk.start))  # raises if unsupported
         extents = Extents.of(problem, seqlen_q, *(a.shape for a in call.qkv))
         how, _ = chosen(asked.method, extents, comm.size, memory, per_host)
         return {"alike": {"method": how.method}}, _Known(problem, queries, keys, shared, how.across)
@@ -216,7 +219,7 @@ def _agreed(
 
 
 def _shared_options(facts: list[dict[str, Any]]) -> frozenset[str]:
-    """Options that have one row for the queries of all ranks; a ValueError where only some do."""
+    """Options with one row for all queries; ValueError if that holds on some ranks only."""
     rows = {n: [f["rows of options"][n] for f in facts] for n in facts[0]["rows of options"]}
     queries = [f["rows"][0] for f in facts]
     found = frozenset(
@@ -235,7 +238,7 @@ def _shared_options(facts: list[dict[str, Any]]) -> frozenset[str]:
 
 
 def ranks_per_host(hosts: list[str]) -> int | None:
-    """How many neighbours share a host; None where all do, or where it is no even number."""
+    """Number of neighbouring ranks on each host; None for one host, 1 if that number varies."""
     number = len(set(hosts))
     each, rest = divmod(len(hosts), number)
     even = not rest and all(len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each))
@@ -243,10 +246,10 @@ def ranks_per_host(hosts: list[str]) -> int | None:
 
 
 def _problem(call: Call, seqlen_q: int, seqlen_k: int, precision: str | None) -> Problem:
-    """The problem of local queries and all keys, of which only the extents are there.
+    """The problem of local queries and all keys; only the shape of the keys is used.
 
-    Lengths of queries are of the whole call: they are checked with all queries, and without the
-    options that have local rows.
+    ``q_lengths`` count in the whole sequence. They are checked against the whole number of queries,
+    without the options that have local rows.
     """
     options = without_rows = call.options
     if options.arrays.keys() & {"bias", "mask", "segment_ids_q"}:
@@ -261,14 +264,14 @@ def _problem(call: Call, seqlen_q: int, seqlen_k: int, precision: str | None) ->
 
 
 def _extended(array: Array, rows: int) -> Array:
-    """As an array of so many rows would look; it has one element."""
+    """An array of the same kind with this number of rows, broadcast from one element."""
     xp = array_module(array)
     element = xp.empty((1,) * array.ndim, array.dtype)
     return xp.broadcast_to(element, (*array.shape[:-2], rows, array.shape[-1]))
 
 
 def _canonical(name: str, array: Any, pair: tuple[int, int]) -> Array:
-    """With rows and features as the last axes."""
+    """View of an array with rows and features as the last axes."""
     array = native(name, array)
     axes = core_axes(name, array.shape, pair)
     if axes == (array.ndim - 2, array.ndim - 1):
@@ -279,7 +282,7 @@ def _canonical(name: str, array: Any, pair: tuple[int, int]) -> Array:
 def _own_options(
     comm: Communicator, rank: int, options: Any, keywords: Mapping[str, Any]
 ) -> Options:
-    """A rank's options; in a list, each rank has its own."""
+    """A rank's options; an option that is a list has one value for each rank."""
     own: dict[str, Any] = dict(keywords)
     if comm.in_lists:
         if isinstance(options, list):

@@ -1,7 +1,7 @@
-"""What does one rank hold of a call, and how do rows travel between ranks?
+"""What does one rank hold of a call, and how are rows sent between ranks?
 
-On the way, and where rows of several ranks are joined, the sequence is the first axis: rows of a
-chunk are then contiguous, and arrive where they belong without a copy.
+In messages, and in arrays with rows of several ranks, the sequence is the first axis: the rows of a
+chunk are then contiguous, and are received in their final place without another copy.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ KV = ("k", "v")
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's share: its rows, canonical (batch axes, rows, features), and who has the others.
+    """One rank's rows, canonical (batch axes, rows, features), and which peers hold the others.
 
-    ``problem`` is of the local queries and all keys of the call. Of ranks that exchange heads a
-    share is of the rows of all for ``heads``, and ``peers`` are those with the same heads.
+    ``problem`` has the local queries and all keys of the call. After ranks have exchanged heads, a
+    share has the rows of all of them for ``heads``, and its peers are the ranks with these heads.
     """
 
-    rank: int  # of peers
+    rank: int  # index among the peers
     q: Array
     k: Array
     v: Array
     options: Options
     deterministic: bool
     problem: Problem
-    queries: tuple[Chunks, ...]  # of each rank
+    queries: tuple[Chunks, ...]  # of each peer
     keys: tuple[Chunks, ...]
-    shared: frozenset[str]  # options with one row, for the queries of all ranks
+    shared: frozenset[str]  # options with one row that all queries of all ranks share
     heads: Heads | None  # query heads; None without such an axis
-    peers: range  # by their place here: which ranks they are
-    collected: bool = False  # rows of several ranks, first in memory
+    peers: range  # ranks of the communicator, by index
+    collected: bool = False  # rows of several ranks; the first axis in memory is the rows
 
     @property
     def size(self) -> int:
-        """How many peers."""
+        """Number of peers."""
         return len(self.peers)
 
     @property
@@ -61,18 +61,18 @@ class Share:
 
     @property
     def sums_dtype(self) -> np.dtype[Any]:
-        """In which results add up."""
+        """The dtype in which results are summed."""
         return arithmetic(self.problem.dtype)
 
     def parts(self, heads: Heads | None) -> Parts:
-        """How blocks of these heads are computed."""
+        """The object that computes blocks of these heads."""
         return Parts(
             self.options, sum(map(rows_of, self.queries)), sum(map(rows_of, self.keys)),
             self.problem.precision, self.deterministic, heads,
         )  # fmt: skip
 
     def kv_heads(self, heads: Heads) -> slice | None:
-        """Key/value heads of some query heads; None where these are a part of several."""
+        """Key/value heads that these query heads use; None if they use parts of several groups."""
         given = {a.shape[-3] if a.ndim > 2 else 1 for a in (self.k, self.v)}
         if given <= {0, 1}:
             return slice(None)
@@ -85,25 +85,25 @@ class Share:
 
 
 def rows_first(array: Array, axis: int = -2) -> Array:
-    """Contiguous, with the rows as its first axis."""
+    """Contiguous array with the rows as its first axis."""
     return contiguous(array_module(array).moveaxis(array, axis, 0))
 
 
 def rows_back(array: Array, axis: int = -2) -> Array:
-    """View of what :func:`rows_first` gave."""
+    """View that undoes :func:`rows_first`."""
     return array_module(array).moveaxis(array, 0, axis)
 
 
 class Group(NamedTuple):
-    """Ranks that collect each other's rows: ``holder`` are all of them, in order."""
+    """Ranks that collect each other's rows."""
 
-    rank: int  # this one
+    rank: int  # this rank
     ranks: range
     chunks: tuple[Chunks, ...]  # of each rank of the call
 
     @property
     def holder(self) -> Chunks:
-        """Rows of all ranks of the group."""
+        """Rows of all ranks of the group, in order of position."""
         return joined(tuple(c for rank in self.ranks for c in self.chunks[rank]))
 
     @property
@@ -112,12 +112,15 @@ class Group(NamedTuple):
         return [rank for rank in self.ranks if rank != self.rank]
 
     def _pieces(self, rank: int) -> list[tuple[slice, slice]]:
-        """Where each chunk of a rank lies among its rows, and among those of the group."""
+        """For each chunk of a rank: its slice in the rank's rows and in the group's rows."""
         own, holder = self.chunks[rank], self.holder
         return [(at, within(c, holder)) for at, c in zip(places(own), own, strict=True)]
 
     def gather(self, part_for: Callable[[int], Array]) -> tuple[Exchange, Array]:
-        """Collect rows: ``part_for(other)`` is contiguous and has own rows as its first axis."""
+        """Collect rows of the group.
+
+        ``part_for(other)`` is what this rank sends: contiguous, with own rows as the first axis.
+        """
         part, pieces = part_for(self.rank), self._pieces(self.rank)
         arena = array_module(part).empty((rows_of(self.holder), *part.shape[1:]), part.dtype)
         for here, there in pieces:
@@ -130,7 +133,7 @@ class Group(NamedTuple):
         return Exchange(tuple(sends), tuple(receives)), arena
 
     def spread(self, rows: Array) -> tuple[Exchange, Array]:
-        """Collect rows, the first axis of an array in any layout, and send own ones from there."""
+        """Collect rows of the group; own ``rows`` (in any layout) are sent from the result."""
         arena = array_module(rows).empty((rows_of(self.holder), *rows.shape[1:]), rows.dtype)
         sends = []
         for here, there in self._pieces(self.rank):
@@ -140,7 +143,7 @@ class Group(NamedTuple):
         return Exchange(tuple(sends), tuple(receives)), arena
 
     def give_back(self, arena: Array, came: dict[int, Array]) -> tuple[Exchange, dict[int, Array]]:
-        """Send rows of the group home; ``came`` is where own rows come, by rank."""
+        """Send rows to the ranks that hold them; ``came[r]`` receives own rows from rank r."""
         pieces = self._pieces(self.rank)
         for here, there in pieces:
             came[self.rank][here] = arena[there]
@@ -152,13 +155,13 @@ class Group(NamedTuple):
 
 
 def begun(found: Sequence[tuple[Exchange, Any]]) -> Schedule:
-    """Begin several exchanges as one. Returns a ticket, and what each will have brought."""
+    """Begin several exchanges as one. Returns a ticket and the arrays that each will fill."""
     ticket = yield sum((exchange for exchange, _ in found), start=Exchange())
     return ticket, [brought for _, brought in found]
 
 
 def summed_over_ranks(share: Share, array: Array) -> Schedule:
-    """The sum over all ranks, in order of ranks, so that each has the same bits."""
+    """The sum over all ranks, added in order of ranks so that all ranks get the same bits."""
     xp, shape = share.xp, array.shape
     array = xp.ascontiguousarray(array).reshape(-1)
     came = {other: xp.empty_like(array) for other in range(share.size) if other != share.rank}
@@ -171,7 +174,7 @@ def summed_over_ranks(share: Share, array: Array) -> Schedule:
 
 
 class OptionGradients:
-    """Sums of the gradients of option arrays and of scale on one rank."""
+    """Gradients of option arrays and of scale, summed over the blocks of one rank."""
 
     def __init__(self, share: Share, wanted: tuple[str, ...]) -> None:
         self._share = share
@@ -180,7 +183,7 @@ class OptionGradients:
         self._sums = {n: share.xp.zeros(shapes[n], dtypes[n]) for n in wanted if n in shapes}
 
     def add(self, parts: Parts, block: Any, gradients: dict[str, Array]) -> None:
-        """Add what a block gave."""
+        """Add the gradients of a block."""
         for name, target in self._sums.items():
             if name not in gradients:
                 continue
@@ -189,7 +192,7 @@ class OptionGradients:
             added(target, gradients[name])
 
     def finished(self) -> Schedule:
-        """Gradients by name, in the dtypes of inputs; the same on every rank but bias rows."""
+        """Gradients by name, in the dtypes of inputs; equal on all ranks except for bias rows."""
         share, result = self._share, {}
         for name, target in self._sums.items():
             own_rows = name == "bias" and "bias" not in share.shared

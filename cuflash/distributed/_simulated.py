@@ -1,7 +1,7 @@
-"""How do ranks meet that are all in one process and on the CPU? For tests, and to try a layout.
+"""Ranks that all run in one process on the CPU, for tests and to try a layout.
 
-What is received is NaN until it is waited for, and what is sent must not change until then: a
-schedule that would race on a GPU fails here.
+Received arrays are NaN until their ticket is waited for, and sent arrays must not change until
+then: a schedule with a race on GPUs fails here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Simulated(Communicator):
     Attributes
     ----------
     sent : Counter
-        Bytes by (from, to).
+        Bytes sent, by (sender, receiver).
     """
 
     def __init__(self, size: int) -> None:
@@ -31,7 +31,7 @@ class Simulated(Communicator):
         self.sent: Counter[tuple[int, int]] = Counter()
 
     def start(self, exchanges: Mapping[int, Exchange]) -> Any:
-        """Keep what is sent, and poison what will be received."""
+        """Copy what is sent, and fill the arrays to receive with NaN."""
         kept = []
         for rank, exchange in exchanges.items():
             for other, array in exchange.sends:
@@ -42,7 +42,7 @@ class Simulated(Communicator):
         return exchanges, kept
 
     def wait(self, ticket: Any) -> None:
-        """Deliver."""
+        """Deliver the messages, and check that sent arrays have not changed."""
         exchanges, kept = ticket
         mail: defaultdict[tuple[int, int], deque[Array]] = defaultdict(deque)
         for rank, other, array, copy in kept:
@@ -66,24 +66,24 @@ class Simulated(Communicator):
 
 
 def simulated(size: int) -> Simulated:
-    """Ranks that are all in this process, over NumPy arrays.
+    """Ranks that all run in this process, over NumPy arrays.
 
-    Functions take and return lists then, with an array for each rank.
+    Functions then take and return lists with one array for each rank.
 
     Parameters
     ----------
     size : int
-        How many ranks.
+        Number of ranks.
 
     Returns
     -------
     communicator
-        Its ``sent`` counts bytes by (from, to).
+        Its ``sent`` counts bytes by (sender, receiver).
 
     Raises
     ------
     TypeError, ValueError
-        Unless it is a positive int.
+        Unless ``size`` is a positive int.
 
     Examples
     --------

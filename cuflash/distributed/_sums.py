@@ -1,7 +1,7 @@
-"""How do results of blocks add up on one rank, in float32, or in float64 for float64?
+"""How are the results of blocks summed on one rank, in float32 (in float64 for float64)?
 
-What comes first is computed in place. Later parts of an output join it in the epilogue of a kernel
-that can, or are merged after it; those of gradients are added.
+The first part of each row is computed in place. Later parts of an output are merged with it, in the
+epilogue of kernels that support this or after the kernel. Later parts of gradients are added.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from cuflash._launch.one_pass import write_sum
 
 
 class Rows:
-    """Some rows of an array, as intervals in order: blocks begin and end in few places."""
+    """A set of rows, as sorted intervals: blocks begin and end at few different rows."""
 
     def __init__(self, number: int) -> None:
         self._number = number
         self._present: list[tuple[int, int]] = []
 
     def add(self, rows: slice) -> None:
-        """They are present from now on."""
+        """Add rows to the set."""
         found: list[tuple[int, int]] = []
         for start, stop in sorted([*self._present, (rows.start, rows.stop)]):
             if found and start <= found[-1][1]:
@@ -34,11 +34,11 @@ class Rows:
         self._present = found
 
     def any(self, rows: slice) -> bool:
-        """Whether one of ``rows`` is present."""
+        """Whether any of ``rows`` is in the set."""
         return bool(self.runs(present=True, among=rows))
 
     def runs(self, *, present: bool, among: slice | None = None) -> list[slice]:
-        """Those that are present, or that are not: neighbours together."""
+        """Intervals of rows that are in the set, or (not ``present``) of those that are not."""
         low, high = (among.start, among.stop) if among else (0, self._number)
         inside = [(max(a, low), min(b, high)) for a, b in self._present if a < high and low < b]
         if not present:
@@ -50,8 +50,8 @@ class Rows:
 class Merged:
     """Output and lse over the keys so far.
 
-    ``lse = log(exp(lse) + exp(part))``; a part that sees nothing, and nothing so far, is neutral.
-    Parts are in the dtype of lse, and only rows that no other part joins in that of the output.
+    ``lse = log(exp(lse) + exp(part))``; a part without visible keys (0 and -inf) changes nothing.
+    Parts have the dtype of lse. Rows with no further part are written in the dtype of the output.
     """
 
     def __init__(
@@ -67,26 +67,26 @@ class Merged:
         return self._out if same else self._xp.empty(self._out.shape, self._lse.dtype)
 
     def so_far(self, rows: slice) -> Array | None:
-        """What a part of these rows joins, where some hold a part."""
+        """The output so far that a part of these rows joins; None if no row has one yet."""
         if not self._written.any(rows):
             return None
         self._clear(rows, self._parts)
         return self._parts[..., rows, :]
 
     def room(self, rows: slice, *, last: bool) -> tuple[Array, Array]:
-        """Where to write out and lse of these rows; the ``last`` part of them is what remains."""
+        """Arrays for out and lse of these rows; after the ``last`` part they are final."""
         self._written.add(rows)
         if last:
             self._done.add(rows)
         return (self._out if last else self._parts)[..., rows, :], self._lse[..., rows]
 
     def part(self, rows: slice) -> tuple[Array, Array]:
-        """Where to write out and lse of these rows, to be merged."""
+        """New arrays for out and lse of these rows, which :meth:`merge` takes afterwards."""
         parts, lse = self._parts[..., rows, :], self._lse[..., rows]
         return self._xp.empty(parts.shape, parts.dtype), self._xp.empty(lse.shape, lse.dtype)
 
     def merge(self, rows: slice, out: Array, lse: Array) -> None:
-        """Merge a part that ``rows`` saw of other keys; ``out`` is overwritten."""
+        """Merge out and lse of ``rows`` over other keys; ``out`` is overwritten."""
         xp, so_far = self._xp, self._lse[..., rows]
         with np.errstate(all="ignore"):
             highest = xp.maximum(so_far, lse)
@@ -101,7 +101,7 @@ class Merged:
             target += out
 
     def finished(self) -> tuple[Array, Array]:
-        """Output and lse; of rows that no block had, 0 and -inf."""
+        """Output and lse; rows that no block computed are 0 and -inf."""
         for empty in self._clear(slice(0, self._lse.shape[-1]), self._out):
             self._done.add(empty)
         for rows in self._done.runs(present=False):
@@ -110,7 +110,7 @@ class Merged:
         return self._out, self._lse
 
     def _clear(self, rows: slice, target: Array) -> list[slice]:
-        """Make those of ``rows`` neutral that hold nothing."""
+        """Set those of ``rows`` that hold nothing to 0 and -inf; return them."""
         found = self._written.runs(present=False, among=rows)
         for empty in found:
             target[..., empty, :] = 0
@@ -120,13 +120,13 @@ class Merged:
 
 
 class Summed:
-    """A gradient, of which blocks add to rows. ``array`` has rows as its last axis but one."""
+    """A gradient to whose rows blocks add. The rows are the last axis but one of ``array``."""
 
     def __init__(self, array: Array) -> None:
         self._array, self._rows = array, Rows(array.shape[-2])
 
     def begin(self, rows: slice) -> tuple[Array, bool]:
-        """Where to write a part, and whether it has to be added then."""
+        """The array to write a part to, and whether :meth:`add` must be called afterwards."""
         target = self._array[..., rows, :]
         if not self._rows.any(rows):
             self._rows.add(rows)
@@ -135,16 +135,16 @@ class Summed:
         return array_module(target).empty(target.shape, target.dtype), True
 
     def add(self, rows: slice, part: Array) -> None:
-        """Add a part that :meth:`begin` gave room for."""
+        """Add a part that was written to a new array of :meth:`begin`."""
         target = self._array[..., rows, :]
         write_sum(target, target, part)
 
     def finish(self) -> None:
-        """Clear rows that no block had."""
+        """Clear rows that no block wrote."""
         self._clear(slice(0, self._array.shape[-2]))
 
     def added_to(self, other: Array, dtype: Any) -> Array:
-        """The sum with another, in ``dtype``; the other is written where it has that."""
+        """The sum with ``other`` in ``dtype``; in place of ``other`` if it has that dtype."""
         total = other if other.dtype == dtype else array_module(other).empty(other.shape, dtype)
         for rows in self._rows.runs(present=True):
             write_sum(total[..., rows, :], self._array[..., rows, :], other[..., rows, :])
@@ -160,7 +160,7 @@ class Summed:
 
 
 def added(target: Array, part: Array) -> None:
-    """Add a part in place, summed over the axes along which the target has one element."""
+    """Add a part in place; it is summed over the axes along which the target is broadcast."""
     axes = tuple(
         i for i, (n, m) in enumerate(zip(target.shape, part.shape, strict=True)) if n == 1 != m
     )

@@ -1,8 +1,8 @@
-"""Which method moves how many bytes, takes how much memory, and which is taken?
+"""How many bytes does each method move, how much memory does it take, and which one is chosen?
 
-Bytes are those that all ranks together send. Memory of a rank is what it takes beside inputs and
-results: the most that is held at once, which does not grow with the number of ranks, but for keys
-of all ranks. docs/distributed.md has the formulas in words.
+Bytes are counted over all ranks that send. The memory of a rank is the peak beside inputs and
+results. It does not grow with the number of ranks, except for a method that collects the keys of
+all ranks. docs/distributed.md has the formulas in words.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from cuflash._host.scores import arithmetic
 from cuflash._problem.problem import Problem
 from cuflash.distributed._all_gather import STAGES
 
-_MEMORY = 80 << 30  # bytes of a GPU, of which the table tells the longest sequence
+_MEMORY = 80 << 30  # bytes of the GPU for which the table gives the longest sequence
 METHODS = ("auto", "all_gather", "ring", "ulysses", "usp")
 
 
 @dataclass(frozen=True)
 class Extents:
-    """Of a whole call: what bytes and legal groups depend on."""
+    """What the bytes and the possible groups of a whole call depend on."""
 
     seqlen_q: int
     seqlen_k: int
-    q: tuple[int, ...]  # batch axes of each, and features
+    q: tuple[int, ...]  # batch axes and features; so are k, v and out
     k: tuple[int, ...]
     v: tuple[int, ...]
     out: tuple[int, ...]
@@ -38,7 +38,7 @@ class Extents:
 
     @classmethod
     def of(cls, problem: Problem, seqlen_q: int, *qkv: tuple[int, ...]) -> Extents:
-        """Of a problem of local queries and all keys; ``qkv`` are canonical shapes."""
+        """From a problem with local queries and all keys; ``qkv`` are canonical shapes."""
         q, k, v = ((*shape[:-2], shape[-1]) for shape in qkv)
         pairwise = tuple(n for n in ("bias", "mask") if getattr(problem, n) is not None)
         out = (*problem.batch_shape, problem.head_dim_v)
@@ -46,16 +46,16 @@ class Extents:
 
     @property
     def heads(self) -> int:
-        """Query heads; 1 without an axis."""
+        """Number of query heads; 1 without such an axis."""
         return self.out[-2] if len(self.out) > 1 else 1
 
     @property
     def heads_kv(self) -> int:
-        """Key/value heads that can be told apart; 1 where all queries share them."""
+        """Number of key/value heads; 1 if all query heads share them."""
         return max(a[-2] if len(a) > 1 else 1 for a in (self.k, self.v))
 
     def refusal(self, across: int) -> str:
-        """Why heads cannot be exchanged in groups of so many ranks; "" if they can."""
+        """Why groups of ``across`` ranks cannot exchange heads; "" if they can."""
         if across == 1:
             return ""
         heads, heads_kv = self.heads, self.heads_kv
@@ -73,8 +73,8 @@ class Cost(NamedTuple):
     """Bytes of a forward or of a gradient."""
 
     sent: int = 0  # by all ranks
-    taken: int = 0  # by a rank, beside
-    held: int = 0  # inputs and results of a rank
+    taken: int = 0  # by a rank, beside its inputs and results
+    held: int = 0  # by the inputs and results of a rank
 
 
 _NOTHING = Cost()
@@ -82,22 +82,22 @@ _NOTHING = Cost()
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a call, or why it cannot be."""
+    """One way to run a call, or the reason why it is impossible."""
 
     method: str
-    across: int  # ranks that exchange heads; 0 for all_gather
+    across: int  # number of ranks that exchange heads; 0 for all_gather
     refusal: str = ""
     forward: Cost = _NOTHING
     backward: Cost = _NOTHING
 
     @property
     def sent(self) -> int:
-        """By all ranks, in a forward and its gradient."""
+        """Bytes that all ranks send in a forward and its gradient."""
         return self.forward.sent + self.backward.sent
 
 
 class _Rank(NamedTuple):
-    """Elements of a rank's arrays, and bytes of an element and in sums."""
+    """Elements of a rank's arrays; bytes of an element (e) and of an element of sums (f)."""
 
     q: float
     kv: float
@@ -115,7 +115,7 @@ class _Rank(NamedTuple):
         return cls(m * q, n * (k + v), m * out, rows, e, arithmetic(extents.dtype).itemsize)
 
     def costs(self, sent: tuple[float, float], taken: tuple[float, float]) -> tuple[Cost, Cost]:
-        """Of the forward and of the gradient."""
+        """Costs of the forward and of the gradient."""
         inputs = (self.q + self.kv) * self.e
         saved = self.out * self.e + self.lse * self.f
         held = inputs + saved, 2 * inputs + saved + self.out * self.e
@@ -129,8 +129,8 @@ def _all_gather(extents: Extents, size: int) -> Candidate:
     stages = max(n for n in range(1, STAGES + 1) if extents.heads_kv % n == 0)
     kv, slots = size * own.kv / stages, min(2, stages)
     moved, back = (size * (size - 1) * own.kv * each for each in (e, f))
-    # Keys of all ranks of two stages; of the gradient dk and dv, a part of them, what is on its way
-    # and what came, and dq of two stages.
+    # Forward: keys and values of all ranks, of two stages. The gradient adds dk and dv, one part of
+    # them, those being sent and those received, and dq of two stages.
     forward, backward = slots * kv * e, kv * (slots * e + 4 * f) + slots * own.q / stages * f
     return Candidate("all_gather", 0, "", *own.costs((moved, moved + back), (forward, backward)))
 
@@ -142,20 +142,20 @@ def _two_level(method: str, extents: Extents, size: int, across: int) -> Candida
     own, ring = _Rank.of(extents, size), size // across
     q, o, e, f = own.q, own.out, own.e, own.f
     part = 1 if extents.heads_kv <= 1 else max(1 / across, 1 / extents.heads_kv)
-    kv, rows = across * own.kv * part, own.lse  # of all rows of the group, own heads
+    kv, rows = across * own.kv * part, own.lse  # all rows of the group, own heads
     others, exchanges = (across - 1) / across, across > 1
     to_heads = others * (q + kv) * e
     around, home = (ring - 1) * kv * e, (ring - 1) * kv * f
     sent = to_heads + around + others * (o * e + rows * f)
     sent_back = to_heads + around + home + others * (2 * o * e + rows * f + q * e + kv * f)
-    # What is held while heads are exchanged, while blocks are computed, and while results are sent
-    # home. Of a ring the sum so far and a part of it, keys that are used and that come.
+    # Memory while heads are exchanged, while blocks are computed, and while results are sent back.
+    # A ring holds the sum so far and one part, and keys in use and keys that are being received.
     slots = min(ring - 1, 2) * kv * e
     collected = (q + kv) * e * exchanges
     sums = slots + ((e < f) * o * f + (o + rows) * f if ring > 1 else 0)
     forward = (2 - 1 / across) * collected, collected + sums, 3 * (o * e + rows * f) * exchanges
-    # Of a gradient dq by own and by other keys and a part of it; dk and dv by own queries, a part,
-    # what is on its way, what came and its sum.
+    # The gradient holds dq from own keys, dq from other keys and one part; and dk and dv from own
+    # queries, one part, those being sent, those received and their sum.
     collected += (2 * o * e + rows * f) * exchanges
     sums = slots + min(ring, 3) * q * f + (1 if ring == 1 else min(ring + 1, 5)) * kv * f
     backward = (
@@ -168,7 +168,7 @@ def _two_level(method: str, extents: Extents, size: int, across: int) -> Candida
 
 
 def candidates(extents: Extents, size: int, per_host: int | None = None) -> list[Candidate]:
-    """Every method; ``per_host`` ranks are neighbours on one host, None if all are."""
+    """Every method. ``per_host`` neighbouring ranks share a host; None if all ranks do."""
     divisors = [u for u in range(2, size) if size % u == 0]
     fitting = [u for u in divisors if not extents.refusal(u)]
     inner = per_host if per_host in divisors else max(fitting or divisors, default=0)
@@ -185,11 +185,11 @@ def candidates(extents: Extents, size: int, per_host: int | None = None) -> list
 def chosen(
     method: str, extents: Extents, size: int, memory: int | None, per_host: int | None = None
 ) -> tuple[Candidate, str]:
-    """The way to run a call, and why in words.
+    """The way to run a call, and the reason as text.
 
-    On one host the fewest bytes of forward and gradient whose memory there is; of two that are
-    alike the ring, whose calls are few and large, before all others. On several hosts usp, whose
-    heads stay within a host, else ring.
+    On one host: of the methods that fit into memory, the one that sends the fewest bytes in forward
+    and gradient. Among equals the ring is preferred: its calls are few and large. On several hosts:
+    usp, where heads are exchanged within a host, else ring.
     """
     found = candidates(extents, size, per_host)
     able = [c for c in found if not c.refusal]
@@ -217,7 +217,7 @@ def chosen(
 
 
 def checked_method(method: object) -> str:
-    """The name of a method, or "auto"."""
+    """A checked name of a method, or "auto"."""
     expected = ", ".join(map(repr, METHODS))
     if not isinstance(method, str):
         raise wrong_type("method", shown(method), expected)
@@ -227,7 +227,7 @@ def checked_method(method: object) -> str:
 
 
 def table(found: Sequence[Candidate], size: int, tokens: int) -> list[str]:
-    """Lines by method: MiB that a rank sends and takes, and the longest sequence, computed."""
+    """A line for each method: MiB that a rank sends and takes, longest sequence that fits."""
     heads = ("sent by a rank, MiB", "taken by a rank, MiB", f"tokens in {_MEMORY >> 30} GiB a rank")
     lines = [" " * 12 + "".join(f"{head:>26}" for head in heads)]
     lines.append(f"{'method':12}" + f"{'forward':>14}{'gradient':>12}" * 3)

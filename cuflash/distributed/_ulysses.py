@@ -1,7 +1,7 @@
-"""How do ranks exchange rows for heads, so that each has all rows of a part of the heads?
+"""How do ranks exchange rows for heads, so that each rank has all rows of some of the heads?
 
-Groups of ``across`` neighbours do (Jacobs et al. 2023). With several groups the ring runs between
-them, among the ranks with the same heads: USP (Fang and Zhao 2024).
+Groups of ``across`` neighbouring ranks do this (Jacobs et al. 2023). With several groups, ranks of
+different groups with the same heads form a ring: USP (Fang and Zhao 2024).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from cuflash.distributed._share import (
     rows_first,
 )
 
-#: Kinds of arrays, and their axis of rows.
+#: Axis of the rows, by kind of array.
 ROWS = {"q": -2, "k": -2, "lse": -1, "segment_ids_q": -1}
 
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """A rank and those with which it exchanges heads."""
+    """A rank and the ranks with which it exchanges heads."""
 
     share: Share
     across: int
 
     def group(self, kind: str) -> Group:
-        """Who of them has which queries or keys."""
+        """The group, with its chunks of keys for the kind "k", else of queries."""
         first = self.share.rank // self.across * self.across
         chunks = self.share.keys if kind == "k" else self.share.queries
         return Group(self.share.rank, range(first, first + self.across), chunks)
@@ -53,7 +53,7 @@ class _Neighbours:
     def own_heads(self, rank: int, kind: str) -> Any:
         """Index of the heads that a rank needs, in an array with its rows first.
 
-        Keys without an axis of heads, or with one head, all ranks need.
+        All ranks need keys without an axis of heads, or with one head.
         """
         heads = self.heads(rank)
         own = self.share.kv_heads(heads) if kind == "k" else slice(heads.start, heads.stop)
@@ -62,12 +62,15 @@ class _Neighbours:
         return (..., own) if kind == "lse" else (..., own, slice(None))
 
     def collected(self, *arrays: tuple[str, Array]) -> Schedule:
-        """Rows of the group for own heads, of canonical arrays of each kind, in one exchange."""
+        """Collect rows of the group for own heads, from (kind, canonical array) pairs.
+
+        All arrays travel in one exchange.
+        """
         found, xp = [], self.share.xp
         for kind, array in arrays:
             wire = xp.moveaxis(array, ROWS[kind], 0)
             if self.own_heads(self.share.rank, kind) is ...:
-                wire = contiguous(wire)  # of which each rank gets all
+                wire = contiguous(wire)  # all of it is sent to each rank
 
             def part_for(other: int, kind: str = kind, wire: Array = wire) -> Array:
                 return contiguous(wire[self.own_heads(other, kind)])
@@ -78,7 +81,7 @@ class _Neighbours:
         return [rows_back(a, ROWS[kind]) for (kind, _), a in zip(arrays, brought, strict=True)]
 
     def shared_rows(self, *others: tuple[str, Array]) -> Schedule:
-        """The share of all rows and own heads, and other arrays of these."""
+        """A share with all rows of the group and own heads, and ``others`` with the same."""
         share, options = self.share, self.share.options
         arrays = [("q", share.q), ("k", share.k), ("k", share.v), *others]
         ids = options.arrays.get("segment_ids_q")
@@ -96,14 +99,14 @@ class _Neighbours:
         ), rest  # fmt: skip
 
     def _of_groups(self, chunks: Sequence[Chunks]) -> tuple[Chunks, ...]:
-        """The rows of each group."""
+        """The chunks of each group."""
         groups = (chunks[i : i + self.across] for i in range(0, len(chunks), self.across))
         return tuple(joined(tuple(c for own in group for c in own)) for group in groups)
 
     def distributed(self, *arrays: tuple[str, Array, tuple[int, ...]]) -> Schedule:
-        """Own rows of all heads, of given shapes, from rows of the group for own heads.
+        """From rows of the group for own heads, make own rows for all heads, in given shapes.
 
-        In one exchange. Parts of shared keys are summed.
+        This takes one exchange. Gradients of key/value heads that ranks share are summed.
         """
         found, results, xp = [], [], self.share.xp
         for kind, array, shape in arrays:
@@ -123,18 +126,18 @@ class _Neighbours:
 
 
 def forward(share: Share, across: int) -> Schedule:
-    """``out`` and lse of own rows, canonical, in the dtypes of results."""
+    """Return ``out`` and lse of own rows, canonical, in the dtypes of results."""
     neighbours = _Neighbours(share, across)
     collected, _ = yield from neighbours.shared_rows()
     out, lse = yield from _ring.forward(collected)
-    del collected  # which frees memory before results are sent
+    del collected  # frees memory before results are sent
     shape = (*share.problem.batch_shape, share.q.shape[-2])
     out_shape = (*shape, share.problem.head_dim_v)
     return (yield from neighbours.distributed(("q", out, out_shape), ("lse", lse, shape)))
 
 
 def backward(share: Share, across: int, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
-    """Gradients of own rows, canonical, and of options, by name."""
+    """Return gradients by name: of own rows (canonical), and of options."""
     neighbours, of_options = _Neighbours(share, across), OptionGradients(share, wanted)
     dout, out, *rows = saved
     collected, found = yield from neighbours.shared_rows(

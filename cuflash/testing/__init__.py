@@ -1,6 +1,6 @@
-"""How is attention tested with properties? Calls that are drawn, families of inputs, one assertion.
+"""Property tests of attention: strategies that draw calls, families of inputs, one assertion.
 
-Strategies need Hypothesis, which the extra ``testing`` brings; the rest needs nothing.
+The strategies need Hypothesis, which the extra ``testing`` installs. The rest needs no extra.
 
 >>> from cuflash.testing import assert_attention_close, make_call
 >>> import cuflash
@@ -29,11 +29,11 @@ __all__ = [
     "options",
 ]
 
-Call.__module__ = __name__  # errors and pickles name it
+Call.__module__ = __name__  # the name that errors and pickles show
 
 
 def __getattr__(name: str) -> Any:
-    """Import the strategies where one is first asked for: the rest needs no Hypothesis."""
+    """Import the strategies at their first use, because only they need Hypothesis."""
     if name not in ("arrays", "calls", "options"):
         raise AttributeError(f"module 'cuflash.testing' has no attribute {name!r}")
     try:

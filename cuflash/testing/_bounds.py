@@ -1,6 +1,6 @@
-"""What is a result compared with? Truth, models and bounds of every tensor of a call.
+"""What is a result compared with? The truth, models and bounds of every tensor of a call.
 
-The derivation stands in :mod:`cuflash.testing._budget`, which applies the rules.
+:mod:`cuflash.testing._budget` has the derivation and applies the rules.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from cuflash._problem.option_table import FIELDS
 from cuflash.testing import _model_flash as model_flash
 from cuflash.testing._model_flash import WEIGHT_FACTOR, WEIGHTS, finfo
 
-#: Scores of a call from which on its batch entries are looked at one after the other: the system
-#: takes longer to provide and to clear larger arrays than it takes to compute them.
+#: Number of scores of a call from which on its batch entries are computed one after the other: the
+#: system takes longer to allocate and clear larger arrays than the computation takes.
 TOGETHER = 1 << 20
 OUT_RMS, GRADIENT_RMS = 1.25, 1.5
 
 
 @dataclass
 class Tensor:
-    """One result: truth T, models M and M', bounds E (accumulator) and W (declared roundings)."""
+    """One result: truth T, models M and M', bounds E (accumulation) and W (declared roundings)."""
 
     name: str
     truth: Array
@@ -41,7 +41,7 @@ class Tensor:
 
 @dataclass
 class Forward:
-    """What out and lse are compared with; ``lse_error`` bounds what exponents add to R4."""
+    """What out and lse are compared with; ``lse_error`` is the part of exponents in R4's bound."""
 
     out: Tensor
     lse: Array
@@ -50,14 +50,14 @@ class Forward:
 
 
 def sum_error(terms: int) -> float:
-    """c(n): how many u * sum|x| a sum of ``terms`` terms may lose."""
+    """c(n): the error of a sum of ``terms`` terms is at most c(n) * u * sum|x|."""
     return min(float(terms), 3 * math.sqrt(terms))
 
 
-#: Tensor cores sum products of 8 bits by steps: so many of them and the sum so far are cut off 13
-#: bits behind the largest, and so is their sum.
+#: Tensor cores sum products of 8-bit operands in steps of 32 products. These and the sum so far are
+#: cut off 13 bits below the largest of them, and so is their sum.
 _STEP, _CUT = 32, 2.0**-13
-#: Of out: sums over this many keys are added in float32.
+#: For out, sums over this many keys are added in float32.
 _KEYS_OF_SUM = 128
 
 
@@ -89,7 +89,7 @@ class Bounds:
 
     @cached_property
     def entries(self) -> tuple[Any, ...]:
-        """Calls of the batch entries, where these are many elements and have nothing in common."""
+        """A call for each batch entry, if the entries are large and independent; else empty."""
         c = self.call
         scores = math.prod(c.batch) * c.q.shape[-2] * c.k.shape[-2]
         whole = all(a.shape[:-2] == c.batch for a in (c.q, c.k, c.v, c.dout))
@@ -105,7 +105,7 @@ class Bounds:
         return tuple(map(entry, np.ndindex(c.batch)))
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """One result of all batch entries."""
+        """Join the results of all batch entries."""
 
         def stacked(name: str) -> Array:
             return self.stacked([getattr(tensor, name) for tensor in tensors])
@@ -115,12 +115,12 @@ class Bounds:
         return replace(tensors[0], **changes)
 
     def stacked(self, arrays: Sequence[Array]) -> Array:
-        """An array over the whole batch."""
+        """Join the arrays of all batch entries."""
         return np.stack(arrays).reshape(*self.call.batch, *arrays[0].shape)
 
     @cached_property
     def forward(self) -> Forward:
-        """Of all batch entries."""
+        """The forward results of all batch entries."""
         if self.entries:
             parts = [type(self)(entry).forward for entry in self.entries]
             rows = ([getattr(p, n) for p in parts] for n in ("lse", "lse_error", "visible"))
@@ -130,7 +130,7 @@ class Bounds:
 
     @cached_property
     def truth(self) -> Any:
-        """The definition's out and lse."""
+        """Out and lse of the definition."""
         c = self.call
         return reference.attention(
             c.q, c.k, c.v, return_lse=True, dtype=self.truth_dtype.type, **c.options
@@ -138,12 +138,12 @@ class Bounds:
 
     @cached_property
     def model(self) -> tuple[Array, Array]:
-        """Model-flash's out and lse."""
+        """Out and lse of model-flash."""
         return model_flash.forward(self.model_inputs)
 
     @cached_property
     def unrounded(self) -> tuple[Array, Array]:
-        """The same without roundings to the operand dtype."""
+        """Out and lse of model-flash without roundings to the operand dtype."""
         return model_flash.forward(self.model_inputs, rounding=False)
 
     @cached_property
@@ -152,7 +152,7 @@ class Bounds:
 
     @cached_property
     def lse(self) -> Array:
-        """Truth's lse in float64, 0 where it is not finite."""
+        """The truth's lse in float64, 0 where it is not finite."""
         return np.nan_to_num(self.truth.lse.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
 
     @cached_property
@@ -173,7 +173,7 @@ class Bounds:
 
     @cached_property
     def exponent_error(self) -> Array:
-        """E of the derivation, 0 where P is 0 (an error there changes nothing)."""
+        """Exponent error e of the derivation; 0 where P is 0, since it has no effect there."""
         x, u = self.inputs, self.u
         with np.errstate(divide="ignore"):
             distance = np.where(self.p > 0, np.abs(np.log(self.p)), 0.0)
@@ -184,7 +184,7 @@ class Bounds:
 
     @cached_property
     def sink(self) -> tuple[Array, Array]:
-        """P and e of the sink, (batch, m, 1); both 0 where there is none."""
+        """P and e of the sink, (batch, m, 1); both 0 without a sink."""
         sink, lse = self.inputs.sink, self.lse[..., None]
         there = np.isfinite(sink) & np.isfinite(self.truth.lse)[..., None]
         score = np.where(there, sink, 0.0)
@@ -199,12 +199,12 @@ class Bounds:
 
     @cached_property
     def relative_error(self) -> Array:
-        """R of the derivation, (batch, m, n)."""
+        """Relative error r of the derivation, (batch, m, n)."""
         return self.exponent_error + self.row_error
 
     @cached_property
     def row_error(self) -> Array:
-        """What r adds to e, (batch, m, 1)."""
+        """The difference r - e of the derivation, (batch, m, 1)."""
         constant = 2 * sum_error(self.p.shape[-1]) + 16 + 2 * np.abs(self.lse[..., None])
         return self.mean_error + self.u * (constant + 2 * (self.inputs.kept_scale != 1))
 
@@ -215,7 +215,7 @@ class Bounds:
 
     @cached_property
     def score_lost(self) -> Array:
-        """E of TF32 or of sums of products of 8 bits, (batch, m, n)."""
+        """Exponent error e from TF32, or from sums of products of 8-bit operands, (batch, m, n)."""
         if not self.call.float8:
             return self.z * self.score_sum
         x = self.inputs
@@ -223,19 +223,19 @@ class Bounds:
         total, lost = np.zeros((2, *self.p.shape))
         for first in range(0, x.q.shape[-1], _STEP):
             q, k = x.q[..., first : first + _STEP], keys[..., first : first + _STEP, :]
-            largest = np.hypot(total, np.sqrt(q**2 @ k**2))  # or more
+            largest = np.hypot(total, np.sqrt(q**2 @ k**2))  # an upper bound
             total = total + q @ k
             lost = lost + _CUT * ((_STEP + 1) * largest + np.abs(total))
         return abs(x.scale) * lost
 
     @cached_property
     def lost_mean(self) -> Array:
-        """sum_n(P e) of the same, (batch, m, 1)."""
+        """sum_n(P e), with e = ``score_lost``, (batch, m, 1)."""
         return (self.p * self.score_lost).sum(-1, keepdims=True)
 
     @cached_property
     def lost_weight(self) -> Array:
-        """P r of the same, (batch, m, n)."""
+        """P r, with e = ``score_lost``, (batch, m, n)."""
         return self.p * (self.score_lost + self.lost_mean)
 
     @cached_property
@@ -252,7 +252,7 @@ class Bounds:
 
     @cached_property
     def gradients(self) -> dict[str, Tensor]:
-        """One Tensor per gradient asked for in ``call.wrt``."""
+        """One Tensor for each gradient in ``call.wrt``."""
         if self.entries:
             parts = []
             for number, entry in zip(np.ndindex(self.call.batch), self.entries, strict=True):

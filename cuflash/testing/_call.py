@@ -1,4 +1,4 @@
-"""What is one call of attention, as a value? Arrays, options, and the gradients that are asked for.
+"""One call of attention as a value: arrays, options, and the names of the wanted gradients.
 
 Arrays are canonical: batch axes, then sequence and feature.
 """
@@ -35,18 +35,18 @@ class Call:
     v : array, batch + (n, d_v)
         Values.
     dout : array, batch + (m, d_v)
-        Cotangent of the result; of the whole batch shape.
+        Cotangent of the result, with the whole batch shape.
     dlse : array, batch + (m,), or None
         Cotangent of lse.
     options : dict
         Score options: the keywords of :class:`cuflash.Options`.
     wrt : tuple of str
-        The inputs with respect to which a gradient is asked for.
+        The inputs whose gradients are computed.
     tf32 : bool
-        Whether products of TF32 are permitted.
+        Whether TF32 products are permitted.
     float8 : bool
-        Whether weights may be rounded to float8_e4m3fn, as where operands have 8 bits; q, k and v
-        are then what these are dequantised to.
+        Whether weights may be rounded to float8_e4m3fn, as for 8-bit operands; q, k and v are then
+        the dequantised operands.
     origin : str
         The family and the seed of the arrays, for messages.
 
@@ -76,7 +76,7 @@ class Call:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the result: what q, k and v promote to, of which the widest is one."""
+        """The dtype of the result: the widest of q, k and v, to which they promote."""
         return max((a.dtype for a in self.qkv), key=lambda own: own.itemsize)
 
     @property
@@ -86,7 +86,7 @@ class Call:
 
     @property
     def group_size(self) -> int:
-        """Query heads of each key/value head."""
+        """Number of query heads of each key/value head."""
         if not self.options.get("enable_gqa"):
             return 1
         return int(self.q.shape[-3] // self.k.shape[-3])
@@ -102,14 +102,14 @@ class Call:
 
     @cached_property
     def option_arrays(self) -> dict[str, Any]:
-        """Options that are arrays, the two of segment_ids under names of their own."""
+        """Options that are arrays; segment_ids are split into segment_ids_q and segment_ids_k."""
         named = dict(self.options)
         pair = named.pop("segment_ids", ())
         named |= dict(zip(("segment_ids_q", "segment_ids_k"), pair, strict=False))
         return {name: value for name, value in named.items() if hasattr(value, "strides")}
 
     def array(self, name: str) -> Any:
-        """The input called ``name``; scale as the array that its gradient is like."""
+        """The input called ``name``; for scale, an array with the shape of its gradient."""
         if name == "scale":
             return np.zeros(())
         return self.options[name] if name in self.options else getattr(self, name)
@@ -156,7 +156,7 @@ class Call:
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
-        """What Hypothesis prints of a drawn call."""
+        """How Hypothesis prints a drawn call."""
         printer.text(repr(self))
 
 
@@ -169,16 +169,16 @@ def make_call(
     v: Sequence[int],
     **fields: Any,
 ) -> Call:
-    """Make a call with inputs of one family, the same for the same seed.
+    """Make a call with inputs of one family; the same seed gives the same call.
 
     Parameters
     ----------
     family : str
-        A name of :data:`FAMILIES`.
+        A name from :data:`FAMILIES`.
     seed : int
-        Of NumPy's generator.
-    dtype : dtype, or three
-        Of q, k and v; dout is of what they promote to.
+        Seed of NumPy's generator.
+    dtype : dtype, or tuple of three
+        Dtypes of q, k and v; dout has the dtype to which they promote.
     q, k, v : tuple of int
         Shapes, batch + (sequence, feature).
     **fields
@@ -187,12 +187,12 @@ def make_call(
     Returns
     -------
     Call
-        Of NumPy arrays; dout has the whole batch shape.
+        A call with NumPy arrays; dout has the whole batch shape.
 
     Raises
     ------
     TypeError, ValueError
-        For an unknown family, and for what is no seed, dtype or shape.
+        For an unknown family, and for an invalid seed, dtype or shape.
 
     Examples
     --------

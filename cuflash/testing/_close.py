@@ -1,4 +1,4 @@
-"""Is attention by anybody as exact as its dtype allows? The error budget as one assertion."""
+"""Is any implementation's attention as exact as its dtype allows? The error budget, asserted."""
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ def assert_attention_close(
 ) -> None:
     """Raise unless a result of attention is within the error budget of its dtype.
 
-    The budget has no tolerance to choose: it follows from the roundings that the dtype declares,
-    on these inputs. So it holds for peaked and for flat rows, for scores near 0 and near 60,000.
+    There is no tolerance to choose: the budget follows from the roundings that the dtype implies
+    for these inputs. It holds for peaked and for flat rows, for scores near 0 and near 60,000.
 
     Parameters
     ----------
     actual : array, batch + (m, d_v), or a pair (out, lse)
-        What is tested, by whatever implementation; with the natural logarithm of the sums, both.
+        The result of any implementation: the output, or the output and the logsumexp (natural
+        logarithm).
     q, k, v : array
-        The inputs, as :func:`cuflash.attention` takes them: NumPy or CuPy arrays, or what DLPack
-        hands out. They are read as they are stored.
+        The inputs, as :func:`cuflash.attention` takes them: NumPy or CuPy arrays, or objects that
+        support DLPack. Their stored values count as exact.
     gradients : Gradients, optional
-        Gradients by input; all of its fields that are not None are tested. They are those of
+        Gradients by input. All fields that are not None are tested, as gradients of
         ``sum(dout * out) + sum(dlse * lse)``.
     dout : array, batch + (m, d_v)
         Cotangent of out; required with ``gradients``.
@@ -60,29 +61,29 @@ def assert_attention_close(
     options, axes, **score_options
         As in :func:`cuflash.attention`.
     precision : {None, "ieee", "tf32"}
-        ``"tf32"`` allows for products of TF32. Where an operand has 8 bits, the budget is that of
-        weights of 8 bits, on the arrays that its dtype and scale stand for, which powers of two as
-        scales keep exact; of results in float64 it is that of float32.
+        ``"tf32"`` permits TF32 products. If an operand has 8 bits, the budget is that of 8-bit
+        weights on the dequantised arrays, which are exact if the scales are powers of two; for
+        results in float64 the budget is then that of float32.
 
     Raises
     ------
     AssertionError
-        With the rule that is broken, the worst element, its error and what is allowed.
+        Names the broken rule, the worst element, its error and the allowed error.
     TypeError, ValueError
-        For inputs that are no legal call.
+        For inputs that are not a valid call.
     NotImplementedError
         For a ``score_mod`` with a derivative other than 1 or -1.
 
     Notes
     -----
-    The definition is computed in float64 (``longdouble`` for float64), and arrays of batch +
-    (m, n) are held: sequences of some thousand rows at most.
+    The definition is computed in float64 (``longdouble`` for float64) with arrays of shape batch +
+    (m, n) in memory, so use sequences of at most a few thousand rows.
 
-    Rules: an element errs at most twice as far as the worst of a flawless fused kernel does on the
-    same inputs, and never further than bounds that are proved; the error's root mean square is at
-    most 1.25 times (gradients: 1.5 times) that kernel's, as a whole and in each head; queries that
-    see no key give exactly 0 and -inf; results are finite exactly where the definition is. The
-    derivation stands in ``cuflash/testing/_budget.py``.
+    Rules: the error of an element is at most twice the largest error of a flawless fused kernel on
+    the same inputs, and never above proved bounds. The root mean square of the error is at most
+    1.25 times (gradients: 1.5 times) that of the same kernel, as a whole and in each head. Queries
+    that see no key give exactly 0 and -inf. Results are finite exactly where the definition is. The
+    derivation is in ``cuflash/testing/_budget.py``.
 
     Examples
     --------
@@ -154,7 +155,7 @@ def assert_attention_close(
 
 
 def _names(gradients: Gradients) -> tuple[str, ...]:
-    """The inputs with a gradient."""
+    """Names of the inputs with a gradient."""
     if not isinstance(gradients, Gradients):
         raise wrong_type("gradients", type(gradients).__name__, "a cuflash.Gradients")
     found = tuple(name for name, own in FIELDS.items() if getattr(gradients, own) is not None)
@@ -164,7 +165,7 @@ def _names(gradients: Gradients) -> tuple[str, ...]:
 
 
 def _keywords(options: Options) -> dict[str, Any]:
-    """The options that are given, with arrays on the host."""
+    """The options that differ from the defaults, with arrays on the host."""
     given = {name: getattr(options, name) for name in OPTION_NAMES}
     return {
         name: _moved(name, value)
@@ -180,16 +181,16 @@ def _moved(name: str, value: Any) -> Any:
 
 
 def _on_the_host(name: str, array: Any) -> Any:
-    """An array as NumPy's."""
+    """Return a NumPy array."""
     own = native(name, array)
     if not is_cupy(own):
         return own
-    # CuPy copies no elements of 8-bit floats, which an array that is not contiguous needs.
+    # CuPy cannot copy non-contiguous arrays of 8-bit floats.
     return own.view(np.uint8).get().view(own.dtype) if own.dtype in FLOAT8 else own.get()
 
 
 def _real(name: str, array: Any) -> Any:
-    """An array of real numbers as NumPy's; of complex ones a part would not be looked at."""
+    """Return a NumPy array of real numbers. Imaginary parts would not be checked."""
     own = _on_the_host(name, array)
     if own.dtype.kind not in "iuf" and own.dtype not in (*FLOATS, *FLOAT8):
         raise wrong_type(name, f"dtype {own.dtype}", "real numbers")

@@ -1,6 +1,6 @@
-"""On which kinds of numbers must attention be right? Every family that the error budget requires.
+"""On which kinds of numbers must attention be right? The families of inputs for the error budget.
 
-Random normal inputs alone hide most bugs of attention: they never come near the range of exp, have
+Random normal inputs alone hide most bugs of attention: they never come near the limits of exp, have
 no ties, and their softmax is neither one-hot nor uniform.
 """
 
@@ -18,8 +18,8 @@ Shape = tuple[int, ...]
 Generator = np.random.Generator
 Inputs = tuple[Array, Array, Array]
 
-#: Logits that the shifted families aim at: 16-bit kernels have failed where the logsumexp lies
-#: below -88, where exp(0 - lse) of a padded key overflows float32.
+#: Logits of the shifted families. 16-bit kernels have failed where the logsumexp is below -88:
+#: there exp(0 - lse) of a padded key overflows float32.
 SHIFTS = {"lse_minus_120": -120.0, "lse_minus_60000": -6e4, "lse_plus_200": 200.0}
 
 
@@ -80,8 +80,8 @@ def _shifted(logit: float) -> Callable[[Generator, Shape, Shape, Shape], Inputs]
     return draw
 
 
-#: Families whose numbers have one sign, dout's too: (least, width) of uniform ones. Sums do not
-#: cancel there, so that what tensor cores cut off adds up, and dp - delta is a small difference.
+#: Families of uniform numbers with one sign, also in dout: (least, width). Sums do not cancel, so
+#: that errors of truncating tensor cores add up, and dp - delta is a small difference.
 ONE_SIGN: dict[str, tuple[float, float]] = {
     "one_sign": (0.0, 1.0),
     "one_sign_near_1": (1.0, 0.1),
@@ -100,7 +100,7 @@ def _one_sign(least: float, width: float) -> Callable[[Generator, Shape, Shape, 
 
 
 def make_dout(name: str, rng: Generator, dtype: Any, shape: Shape) -> Array:
-    """The gradient of out that goes with a family: standard normal but where all has one sign."""
+    """The dout of a family: standard normal, or of one sign as q, k and v."""
     if name not in ONE_SIGN:
         return rng.standard_normal(shape).astype(dtype)
     least, width = ONE_SIGN[name]
@@ -120,12 +120,12 @@ FAMILIES: dict[str, Callable[[Generator, Shape, Shape, Shape], Inputs]] = {
 }
 
 
-#: Families for every dtype. Those of one sign are for float32, where sums decide: in 16 bits the
-#: elements' own roundings are larger, and gradients of numbers near 100 leave float16's range.
+#: Families for every dtype. Families of one sign are for float32, where errors of sums dominate: in
+#: 16 bits the elements' roundings are larger, and gradients near 100 leave float16's range.
 OF_EVERY_DTYPE = tuple(name for name in FAMILIES if name not in ONE_SIGN)
 
 
 def make(name: str, rng: Generator, dtypes: Sequence[Any], q: Shape, k: Shape, v: Shape) -> Inputs:
-    """q, k, v of one family, each rounded to its own of ``dtypes``."""
+    """q, k, v of one family, rounded to the three ``dtypes``."""
     q_, k_, v_ = map(np.ndarray.astype, FAMILIES[name](rng, q, k, v), dtypes)
     return q_, k_, v_

@@ -1,12 +1,11 @@
-"""How exact can attention be in the arithmetic that a dtype declares? The yardstick "M".
+"""How exact can attention be in the arithmetic that a dtype implies? The model "M" of the budget.
 
-Model-flash is what a flawless fused kernel computes: scores, exponentials and all sums in the
-accumulator (float32; float64 for float64), the unnormalised probabilities and the score gradients
-rounded once to the operand dtype before their product, results rounded once at the end. Where a
-call asks for TF32, every operand of a product is cut to its 11 significant bits. Where operands
-have 8 bits, probabilities are rounded to float8_e4m3fn, 2^8 times as large. It knows nothing about
-tiles. Which keys a query sees comes from the definition; a mistake there is looked
-for by comparing with the definition, not with this model.
+Model-flash computes what a flawless fused kernel computes. Scores, exponentials and all sums are in
+the accumulator's dtype (float32; float64 for float64). The unnormalised probabilities and the score
+gradients are rounded once to the operand dtype before their product, results once at the end. If a
+call allows TF32, every operand of a product is cut to 11 significant bits. If operands have 8 bits,
+probabilities, times 2^8, are rounded to float8_e4m3fn. There are no tiles. Which keys a query sees
+is taken from the definition, so this model cannot find mistakes there.
 """
 
 from __future__ import annotations
@@ -24,25 +23,24 @@ from cuflash._arrays import Array
 finfo: Any = ml_dtypes.finfo  # which has no types
 
 
-#: Of probabilities where operands have 8 bits, and what they are multiplied by before.
+#: Dtype of probabilities if operands have 8 bits, and the factor before they are rounded to it.
 WEIGHTS, WEIGHT_FACTOR = np.dtype(ml_dtypes.float8_e4m3fn), np.float32(2**8)
 
 
 def accumulator(dtype: Any) -> np.dtype[Any]:
-    """The dtype in which sums are declared to be taken."""
+    """The dtype in which sums are computed."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
 @dataclass
 class Expanded:
-    """A call's arrays with every broadcast written out, in one arithmetic, non-finite values as 0.
+    """A call's arrays with every broadcast written out, in one dtype, with 0 for non-finite values.
 
-    q (batch, m, d), k (batch, n, d), v (batch, n, e), dout (batch, m, e), dlse (batch, m),
-    bias, distance (what a slope multiplies), visible and kept (batch, m, n), slopes (batch, 1, 1),
-    sink (batch, m, 1), -inf where there is none or no query. Dropout multiplies a kept weight by
-    kept_scale.
-    A formula makes sign * score + shift (batch, m, n) of a score, with a sign of 1 or -1.
-    Rows that see a non-finite value are not compared, so 0 serves.
+    q (batch, m, d), k (batch, n, d), v (batch, n, e), dout (batch, m, e), dlse (batch, m);
+    bias, distance (what a slope multiplies), visible and kept (batch, m, n); slopes (batch, 1, 1);
+    sink (batch, m, 1), -inf without a sink or beyond q_lengths. Dropout multiplies a kept weight by
+    kept_scale. A formula turns a score into sign * score + shift (batch, m, n), with sign 1 or -1.
+    Rows that see a non-finite value are not compared, so that 0 can replace it.
     """
 
     call: Any
@@ -77,7 +75,7 @@ class Expanded:
         return gradient.sum(axes, keepdims=True)
 
     def fold_count(self, name: str) -> int:
-        """How many written-out elements are summed into one element of the gradient."""
+        """Number of written-out elements that are summed into one element of the gradient."""
         full: Array = {"q": self.q, "k": self.k, "v": self.v, "sink": self.sink}.get(
             name, self.visible
         )
@@ -141,7 +139,7 @@ def _formula(call: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Arra
 
 
 def _sinks(call: Any, shape: tuple[int, ...], dtype: Any) -> Array:
-    """The sink of each query; -inf of rows beyond ``q_lengths``, which are none."""
+    """The sink of each query; -inf for rows beyond ``q_lengths``."""
     rows = shape[-2]
     sink = np.asarray(call.options.get("sink", -np.inf)).astype(dtype)[..., None, None]
     lengths = np.asarray(call.options.get("q_lengths", rows))[..., None, None]
@@ -150,7 +148,7 @@ def _sinks(call: Any, shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 def _dropout(call: Any, shape: tuple[int, ...]) -> tuple[Array, float]:
-    """Which weights are kept, batch + (m, n), and by what they are multiplied."""
+    """Which weights are kept, batch + (m, n), and the factor that multiplies them."""
     p = call.options.get("dropout", 0.0)
     dropped = round(65536 * p)
     if not dropped:
@@ -181,7 +179,7 @@ def final_scores(call: Any) -> Array:
 
 
 def forward(inputs: Expanded, *, rounding: bool = True) -> tuple[Array, Array]:
-    """``out``, and ``lse`` in the accumulator's dtype; all in that without the ``rounding``s."""
+    """Return out and lse; lse (without ``rounding`` also out) in the accumulator's dtype."""
     dtype = inputs.call.dtype if rounding else inputs.q.dtype
     scores, _ = _scores(inputs, rounding)
     largest = np.maximum(np.max(scores, -1, keepdims=True, initial=-np.inf), inputs.sink)
@@ -205,14 +203,14 @@ def forward(inputs: Expanded, *, rounding: bool = True) -> tuple[Array, Array]:
 
 
 def _reference_error(largest: Array, dtype: np.dtype[Any]) -> Array:
-    """What a row's reference may differ by from its largest score.
+    """Difference between the reference that a row subtracts and the row's largest score.
 
-    Softmax is the same for every reference, and a kernel that holds scores in other units (log 2,
-    unscaled products) rounds the one it subtracts: by up to u |largest|, in its own way for each
-    row. That decides how weights are rounded to the operand dtype, for the largest is exactly 1
-    only under an exact reference. Up to a quarter of the dtype's eps it is still rounded to 1 and
-    nothing changes; beyond, the model takes its references anywhere in that range. Where a row has
-    scores of -1e30 alone the range is cut at 1: no kernel may weigh equal keys by infinity.
+    Softmax is the same for every reference. A kernel that holds scores in other units (log 2,
+    unscaled products) rounds the reference: by up to u |largest|, differently for each row. This
+    affects how weights are rounded to the operand dtype, for the largest weight is exactly 1 only
+    with an exact reference. Up to a quarter of the dtype's eps it is still rounded to 1 and nothing
+    changes. Beyond that, the model draws references from the whole range. For rows that have only
+    scores such as -1e30 the range is cut at 1: no kernel may give equal keys infinite weights.
     """
     reach = np.minimum(np.finfo(largest.dtype).eps / 2 * np.abs(largest), 1)
     if reach.max(initial=0) < finfo(dtype).eps / 4:
@@ -223,7 +221,7 @@ def _reference_error(largest: Array, dtype: np.dtype[Any]) -> Array:
 def backward(
     inputs: Expanded, out: Array, lse: Array, *, rounding: bool = True
 ) -> dict[str, Array]:
-    """Gradients by recomputation from the model's own ``out`` and ``lse``."""
+    """Gradients by recomputation from given ``out`` and ``lse``."""
     call = inputs.call
     dtype = call.dtype if rounding else inputs.q.dtype
 
@@ -280,7 +278,7 @@ def _product(inputs: Expanded, a: Array, b: Array, rounding: bool) -> Array:
 
 
 def to_tf32(array: Array) -> Array:
-    """Cut off after 11 significant bits; a factor makes up for what is lost on average."""
+    """Cut off after 11 significant bits; a factor compensates for the average loss."""
     bits = (array.astype(np.float32) * np.float32(1 + 0.72 / 2048)).view(np.uint32)
     return (bits & np.uint32(0xFFFFE000)).view(np.float32)
 

@@ -19,12 +19,12 @@ from cuflash.testing._families import FAMILIES, OF_EVERY_DTYPE
 
 DTYPES = {t.__name__: np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64)}
 HALVES = ("float16", "bfloat16")
-#: What may be drawn by name; a seed comes with dropout, enable_gqa with the shapes.
+#: Options that may be drawn. seed is drawn with dropout, enable_gqa with the shapes.
 ALL_OPTIONS = (
     "causal", "offset", "window", "q_lengths", "kv_lengths", "scale", "softcap", "bias", "mask",
     "alibi_slopes", "segment_ids", "sink", "dropout",
 )  # fmt: skip
-_LARGEST = 2**20  # of sizes that are drawn
+_LARGEST = 2**20  # the largest size that may be drawn
 BATCHES = ((), (2,), (1,), (3,), (2, 3), (3, 2), (2, 1, 2), (1, 4), (0,), (2, 0))
 _OPERANDS = ("q", "k", "v")
 _WITH_GRADIENT = tuple(option.name for option in OPTIONS if option.grad)
@@ -49,11 +49,11 @@ def arrays(
     q, k, v : tuple of int
         Shapes, batch + (sequence, feature).
     dtypes : sequence of str
-        One is drawn for all three.
+        One of them is drawn for all three arrays.
     families : sequence of str
-        Names of :data:`FAMILIES`, from which the kind of numbers is drawn.
+        Names of :data:`FAMILIES`, of which one is drawn.
     xp : module
-        ``numpy`` or ``cupy``: of which library the arrays are.
+        The library of the arrays, ``numpy`` or ``cupy``.
 
     Returns
     -------
@@ -90,13 +90,13 @@ def options(
     Parameters
     ----------
     q, k : tuple of int
-        Shapes, batch + (sequence, feature), of one batch shape.
+        Shapes, batch + (sequence, feature), with the same batch shape.
     names : collection of str
-        The options that may be set: each is, or is not.
+        The options that may be set; each of them is set or not.
     dtype : str
-        Of bias, slopes and sink, unless they are float32.
+        The dtype of bias, slopes and sink, unless float32 is drawn for them.
     xp : module
-        ``numpy`` or ``cupy``: of which library the arrays are.
+        The library of the arrays, ``numpy`` or ``cupy``.
 
     Returns
     -------
@@ -157,16 +157,16 @@ def calls(
     options : sequence of str
         Score options that may be set.
     option_sets : sequence of collections of str, optional
-        Options of one of these sets are set. Without it each option is set, or is not. Every set
-        may be a kernel to compile: name few for a GPU.
+        The options of one of these sets are set. By default each option is set or not. Every set
+        may need another kernel to be compiled: give few sets on a GPU.
     families : sequence of str
-        Names of :data:`FAMILIES`, from which the kind of numbers is drawn.
+        Names of :data:`FAMILIES`, of which one is drawn.
     gradients : collection of {"bias", "alibi_slopes", "sink", "scale"}
         Gradients that ``wrt`` may name beside q, k and v.
     mixed_dtypes : bool
-        Whether q, k and v may, in one of six draws, have dtypes of their own.
+        Whether q, k and v may have different dtypes, in one of six draws.
     xp : module
-        ``numpy`` or ``cupy``: of which library the arrays are.
+        The library of the arrays, ``numpy`` or ``cupy``.
 
     Returns
     -------
@@ -228,7 +228,7 @@ def calls(
 
 
 def _known(argument: str, names: Collection[str], known: Collection[str]) -> tuple[str, ...]:
-    """The names, if all are known: one that is misspelt would never be drawn, nor tested."""
+    """Return the names if all are known: a misspelt name would never be drawn, nor tested."""
     expected = f"a tuple of names among {', '.join(map(repr, known))}"
     if not isinstance(names, Collection) or isinstance(names, str | bytes | np.ndarray):
         fix = f"write ({shown(names)},)" if isinstance(names, str) else ""
@@ -240,7 +240,7 @@ def _known(argument: str, names: Collection[str], known: Collection[str]) -> tup
 
 
 def _several(argument: str, values: Any) -> Sequence[Any]:
-    """At least one value to draw from."""
+    """Check that there is at least one value to draw from."""
     if not isinstance(values, tuple | list | range):
         raise wrong_type(argument, shown(values), "a tuple of values to draw from")
     if not values:
@@ -264,7 +264,7 @@ def _number(argument: str, values: Any, least: int) -> st.SearchStrategy[int]:
 
 
 def _batch(shape: Any) -> _Shape:
-    """A batch shape, of no axis or more."""
+    """A checked batch shape; it may be empty."""
     expected = f"shapes of batches, tuples of ints from 0 to {_LARGEST}"
     if not isinstance(shape, tuple | list) or not all(map(is_integer, shape)):
         raise wrong_type("batches", shown(shape), expected)
@@ -280,7 +280,7 @@ def _seeds() -> st.SearchStrategy[int]:
 
 @st.composite
 def _dtypes(draw: st.DrawFn, names: Sequence[str], *, mixed: bool) -> tuple[np.dtype[Any], ...]:
-    """Dtypes of q, k and v: in five of six draws one; float16 and bfloat16 do not promote."""
+    """Dtypes of q, k and v: equal in five of six draws. float16 and bfloat16 are never mixed."""
     if not mixed or draw(st.integers(0, 5)) < 5:
         return (DTYPES[draw(st.sampled_from(tuple(names)))],) * 3
     other_half = draw(st.sampled_from(HALVES))
@@ -290,7 +290,7 @@ def _dtypes(draw: st.DrawFn, names: Sequence[str], *, mixed: bool) -> tuple[np.d
 
 @st.composite
 def thinned(draw: st.DrawFn, batch: _Shape, *, keep_last: bool = False) -> _Shape:
-    """Draw a shape that broadcasts to ``batch``: leading axes missing, or of one element."""
+    """Draw a shape that broadcasts to ``batch``: without leading axes, or with axes of length 1."""
     dropped = draw(st.integers(0, max(len(batch) - keep_last, 0)))
     own = [n if draw(st.booleans()) else 1 for n in batch[dropped:]]
     if keep_last and batch:

@@ -1,4 +1,4 @@
-"""Which tiles are fastest here? Spaces of configurations, sweeps over them, and their use.
+"""Which tiles are fastest on this device? Spaces of configurations, sweeps, and their use.
 
 >>> from cuflash import tuning
 >>> work = tuning.Workload(2, 16, 16, 4096, 4096, 128, 128, "bfloat16", causal=True)

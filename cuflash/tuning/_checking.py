@@ -1,8 +1,8 @@
-"""Does a configuration compute what the reference says, as exactly as the shipped one does?
+"""Does a configuration compute what the reference computes, as exactly as the shipped one does?
 
-Errors are differences from the definition in float64, on a small problem: its tiles are cut off on
-both sides, and its rings of buffers go round. The largest error may be twice the shipped
-configuration's and a unit in the last place, the root mean square 1.25 times, of gradients 1.5
+Errors are differences from the definition in float64, on a small problem: tiles are cut off on both
+sides, and ring buffers wrap around. The largest error may be twice that of the shipped
+configuration plus a unit in the last place; the root mean square 1.25 times, for gradients 1.5
 times. The shipped configuration itself must agree with the definition.
 """
 
@@ -20,7 +20,8 @@ from cuflash._select.pack_gqa import FEW
 from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload
 
 Results = dict[str, np.ndarray]
-#: By dtype: two correct results differ by a few roundings of the operands; a wrong mask by order 1.
+#: Limits by dtype: two correct results differ by a few roundings of the operands, a wrong mask
+#: makes a difference of order 1.
 AGREEMENT = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-3, "float64": 1e-10}
 _ROWS, _KEYS = 700, 2300
 
@@ -33,9 +34,10 @@ class Errors(NamedTuple):
 
 
 def small(workload: Workload) -> Workload:
-    """The problem that is compared with the definition, of the same kernels and options.
+    """A smaller problem for the same kernels and options, to compare with the definition.
 
-    So few rows stay as few: heads that share keys are rows of one tile then, and others are not.
+    Small numbers of queries are kept, because they decide whether PackGQA puts heads that share
+    keys into one tile.
     """
     group, keys = workload.heads_q // workload.heads_kv, _KEYS
     if workload.seqlen_q == workload.seqlen_k and workload.causal:
@@ -50,7 +52,7 @@ def small(workload: Workload) -> Workload:
 
 
 def definition(workload: Workload, kernel: str, inputs: tuple[np.ndarray, ...]) -> Results:
-    """What the kernel has to compute, in float64, or longdouble for float64: what has elements."""
+    """Non-empty results of a kernel by the definition, in float64, or longdouble for float64."""
     q, k, v, dout = inputs
     options = workload.score_options()
     wide = np.longdouble if workload.dtype == "float64" else np.float64
@@ -66,14 +68,14 @@ def definition(workload: Workload, kernel: str, inputs: tuple[np.ndarray, ...]) 
 
 
 def gradients_of(kernel: str) -> tuple[str, ...]:
-    """The inputs that a kernel computes gradients of."""
+    """The inputs whose gradients a kernel computes."""
     if kernel in ONE_PASS:
         return ("q", "k", "v")
     return ("q",) if "_dq_" in kernel else ("k", "v")
 
 
 def errors(results: Results, truth: Results) -> dict[str, Errors]:
-    """Of every result; NaN where one is not finite and the definition is."""
+    """Errors of every result; NaN if it is not finite where the definition is."""
     found = {}
     for name, exact in truth.items():
         seen = np.isfinite(exact)
@@ -87,9 +89,9 @@ def errors(results: Results, truth: Results) -> dict[str, Errors]:
 def complaint(
     own: dict[str, Errors], shipped: dict[str, Errors], truth: Results, dtype: str
 ) -> str:
-    """What is wrong with results of these errors; empty where nothing is."""
+    """What is wrong with results that have these errors; empty if nothing is."""
     accumulator = np.float64 if dtype == "float64" else np.float32
-    slack = float(np.finfo(accumulator).eps)  # what sums in another order differ by
+    slack = float(np.finfo(accumulator).eps)  # difference of sums in another order
     for name, mine in own.items():
         theirs = shipped[name]
         kind = accumulator if name == "lse" else DTYPES[dtype]
@@ -105,7 +107,7 @@ def complaint(
 
 
 def shipped_complaint(shipped: dict[str, Errors], truth: Results, dtype: str) -> str:
-    """What is wrong with the shipped configuration; empty where nothing is."""
+    """What is wrong with the shipped configuration; empty if nothing is."""
     for name, found in shipped.items():
         exact = np.where(np.isfinite(truth[name]), truth[name], 0.0)
         size = float(np.sqrt(np.square(exact).mean()))
@@ -115,7 +117,7 @@ def shipped_complaint(shipped: dict[str, Errors], truth: Results, dtype: str) ->
 
 
 def difference(a: Any, b: Any) -> float:
-    """Frobenius norm of a - b relative to that of b, NaN where either is not finite."""
+    """Frobenius norm of a - b divided by that of b; NaN if a or b is not finite."""
     xp = array_module(a)
     a, b = a.astype(np.float32), b.astype(np.float32)
     return float(xp.sqrt(xp.square(a - b).sum() / xp.square(b).sum()))

@@ -1,6 +1,6 @@
-"""What is known of a configuration without a GPU? Registers, spills, blocks that fit together.
+"""What is known about a configuration without a GPU? Registers, spills, occupancy.
 
-Kernels are compiled by child processes: a compiler that fails or hangs costs one configuration.
+Child processes compile the kernels: a compiler that fails or hangs costs one configuration.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from cuflash.tuning._kernels import config_as_json, config_from_json
 from cuflash.tuning._processes import Failure, ask_many
 
 _CHILD = "from cuflash.tuning import _facts, _processes; _processes.serve(_facts.compiled)"
-#: Seconds for one kernel: the slowest takes ten of a busy core.
+#: Seconds for one kernel: the slowest takes ten on a busy core.
 TIME_LIMIT = 120.0
 _MAX_REGISTERS = 255  # of a thread
-_NUMBER = re.compile(r"\bC\d{4}\b")  # of a warning of ptxas: C7512
-#: Called with how many of how many kernels are ready.
+_NUMBER = re.compile(r"\bC\d{4}\b")  # number of a ptxas warning, such as C7512
+#: Called with the number of kernels that are ready and the number of all kernels.
 Counted = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Static facts of one configuration, or why there are none."""
+    """Static facts of one configuration, or the error that prevents them."""
 
     smem_bytes: int
     registers: int = 0
     spill_bytes: int = 0
     blocks_per_multiprocessor: int = 0
     warps_per_multiprocessor: int = 0
-    warnings: tuple[str, ...] = ()  # of ptxas: C75xx says that products are waited for (D105)
-    compile_seconds: float = 0.0  # of the compilation that filled the store
+    warnings: tuple[str, ...] = ()  # of ptxas; C75xx: wgmma is serialised (D105)
+    compile_seconds: float = 0.0  # of the compilation that filled the kernel cache
     error: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """The fields, in values that JSON knows."""
+        """The fields, as values that JSON supports."""
         return asdict(self) | {"warnings": list(self.warnings)}
 
 
@@ -59,10 +59,10 @@ def compile_all(
     progress: Counted | None = None,
     shared: Path | None = None,
 ) -> dict[Any, Facts]:
-    """Compile on all cores what the store of kernels lacks, and tell the facts of each.
+    """Compile the kernels that the kernel cache lacks, on all cores; return the facts of each.
 
-    Into the folder ``shared``, where there is one, everything is compiled anew. An ImportError that
-    names the extras where nothing can be compiled.
+    With a folder ``shared``, everything is compiled anew into it. Without a compiler, raises an
+    ImportError that names the extras to install.
     """
     if processes is not None:
         if not is_integer(processes):
@@ -88,7 +88,7 @@ def compile_all(
             requests[config] = {"config": config_as_json(config), "arch": arch, "folder": folder}
         else:
             found[config] = _facts(config, note, hardware)
-        tell()  # for every one: looking up tens of thousands takes a while
+        tell()  # for every configuration: tens of thousands of lookups take a while
     command, missing = (sys.executable, "-c", _CHILD), list(requests)
     workers = processes or os.cpu_count() or 1
     for number, answer in ask_many(command, list(requests.values()), workers, time_limit):
@@ -99,7 +99,7 @@ def compile_all(
 
 
 def _noted(name: str) -> dict[str, Any] | None:
-    """What a compilation noted beside a kernel that is stored; None for another form."""
+    """The note that a compilation saved beside a cached kernel; None if missing or invalid."""
     note = None if cubin_cache.load(name) is None else cubin_cache.load_note(name)
     if note is None or set(note) != {"registers", "spill_bytes", "warnings", "seconds"}:
         return None
@@ -134,7 +134,7 @@ def _facts(config: KernelConfig, note: dict[str, Any], hardware: Hardware) -> Fa
 
 
 def compiled(request: dict[str, Any]) -> dict[str, Any]:
-    """The note of a request's configuration, in the child; its kernel is in the store then."""
+    """In the child: compile a request's configuration into the cache and return its note."""
     config, arch = config_from_json(request["config"]), request["arch"]
     shared = Path(request["folder"]) if request["folder"] else None
     start = time.perf_counter()
@@ -162,6 +162,6 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_error(log: str) -> str:
-    """The line of a compiler's log that says what is wrong."""
+    """The first line with an error in a compiler's log."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return next((line for line in lines if "error:" in line), lines[0] if lines else "")

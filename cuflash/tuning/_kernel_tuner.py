@@ -1,7 +1,7 @@
-"""How are sweeps written as files of the package kernel-tuner, and its files read?
+"""How are sweeps written as cache files of the package kernel-tuner, and how are these read?
 
-A cache file of kernel-tuner holds the result of every configuration; with it kernel-tuner simulates
-searches without a device, and its dashboard shows them.
+A cache file of kernel-tuner holds the result of every configuration. With it kernel-tuner can
+simulate searches without a device, and its dashboard can show the results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cuflash._select.measured import parse
 from cuflash.tuning._rows import FORMAT, Row, Sweep, check_times, checked, require, short
 from cuflash.tuning._space import space
 
-#: What can go wrong, by kernel-tuner's names.
+#: kernel-tuner's names of failures.
 _UNCOMPILED, _FAILED, _INVALID = "CompilationFailedConfig", "RuntimeFailedConfig", "InvalidConfig"
 _REQUIRED = {
     "device_name": str, "kernel_name": str, "tune_params_keys": list, "tune_params": dict,
@@ -27,14 +27,15 @@ _REQUIRED = {
 
 
 def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
-    """Write a sweep as a cache file of kernel-tuner, with what it has no name for under "cuflash".
+    """Write a sweep as a cache file of kernel-tuner; the full sweep is stored under "cuflash".
 
-    Times are :meth:`Sweep.steady_ms`, relative to the shipped configuration by its median: clocks
-    drift by several percent within a sweep, and kernel-tuner would take what was timed at the
-    highest for the fastest. What was measured is under "cuflash", from where it is read back.
+    Times are :meth:`Sweep.steady_ms`: the time relative to the shipped configuration, times the
+    shipped configuration's median. Clocks drift by several percent within a sweep, and kernel-tuner
+    would call the configuration fastest that was timed at the highest clock. The measured times are
+    under "cuflash", from where :func:`read_cache` reads them.
 
-    Illegal combinations are members as well, as invalid ones, as far as the space lists them: a
-    simulation may meet any combination of the parameters that was swept.
+    Illegal combinations are included as invalid ones, as far as the space lists them, because a
+    simulation may try any combination of the swept values.
 
     Examples
     --------
@@ -57,7 +58,7 @@ def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
         "problem_size": [work["batch"] * work["heads_q"], work["seqlen_q"]] if work else [],
         "tune_params_keys": names,
         "tune_params": parameters,
-        "objective": "time",  # a list, as kernel-tuner 1.5 writes, is none to its dashboard (D107)
+        "objective": "time",  # kernel-tuner 1.5 writes a list, which its dashboard rejects (D107)
         "cache": entries,
         "cuflash": {"header": found.header, "finals": found.finals, "rows": found.rows},
     }
@@ -65,7 +66,7 @@ def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
 
 
 def _entry(found: Sweep, row: Row) -> dict[str, Any]:
-    """What kernel-tuner keeps of one configuration, in milliseconds."""
+    """The cache entry of one configuration, with times in milliseconds."""
     compile_ms = 1000 * row.get("facts", {}).get("compile_seconds", 0.0)
     spent = 1000 * row.get("seconds", 0.0)
     unknown = dict.fromkeys(("verification_time", "strategy_time", "framework_time"), 0.0)
@@ -79,9 +80,9 @@ def _entry(found: Sweep, row: Row) -> dict[str, Any]:
 
 
 def read_cache(path: str | os.PathLike[str]) -> Sweep:
-    """Read a cache file of kernel-tuner, of our kernels or of any other; also one cut off.
+    """Read a cache file of kernel-tuner, for our kernels or any others; it may be cut off.
 
-    A ValueError that names the place for any other file.
+    Any other file raises a ValueError that names the place.
 
     Examples
     --------
@@ -105,7 +106,7 @@ def read_cache(path: str | os.PathLike[str]) -> Sweep:
 
 
 def _content(text: str) -> dict[str, Any]:
-    """What a file holds, all that is required of it included; an interruption leaves it open."""
+    """The checked content of a file. An interruption may have left its last brackets open."""
     content: Any = None
     for end in ("", "}\n}", "}}"):
         with contextlib.suppress(ValueError):
@@ -116,7 +117,7 @@ def _content(text: str) -> dict[str, Any]:
 
 
 def _foreign_rows(content: dict[str, Any]) -> list[Row]:
-    """The rows of somebody else's kernel; times are relative to the fastest."""
+    """The rows of a kernel of another library; times are relative to the fastest."""
     names = content["tune_params_keys"]
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"tune_params_keys {short(names)}")

@@ -1,4 +1,4 @@
-"""Which kernels can be tuned, by which values of which parameters, and what is JSON of them?"""
+"""Which kernels can be tuned, with which values of which parameters; configurations as JSON."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from cuflash._kernels import registry
 from cuflash._kernels.config import KernelConfig
 from cuflash._select.measured import with_values
 
-#: Kernels with tiles to choose, by name.
+#: Kernels with tunable tiles, by name.
 KERNELS = {name: kernel for name, kernel in registry.KERNELS.items() if kernel.tunables}
-#: Rows of results that an SM's registers hold: 32 lanes have 2048 registers each, and 16 rows take
-#: 16 of a lane with 16 columns of scores and as many of results.
+#: Rows of results that fit into an SM's registers. Each of 32 lanes has 2048 registers in all warps
+#: together. 16 rows take 16 registers of a lane, with 16 columns of scores and 16 of results.
 _ROWS = range(16, 16 * 2048 // 16 + 1, 16)
 
 
 def kernel_type(name: str) -> type[KernelConfig]:
-    """The configuration of a kernel; a ValueError that lists the known ones."""
+    """The configuration class of a kernel; ValueError with the known names for an unknown one."""
     if name not in KERNELS:
         raise wrong_value("kernel", repr(name), f"one of {', '.join(KERNELS)}")
     return KERNELS[name]
 
 
 def tile_of(config: KernelConfig) -> dict[str, int]:
-    """Values of the parameters, in order; truth values as 0 and 1."""
+    """Values of the parameters, in order; bools as 0 and 1."""
     return {name: int(getattr(config, name)) for name in config.tunables}
 
 
 def with_tile(config: KernelConfig, values: Mapping[str, Any]) -> KernelConfig:
-    """The configuration with other values; a ValueError names what is unknown or illegal."""
+    """The configuration with other values; ValueError for an unknown name or an illegal value."""
     for name, value in values.items():
         if name not in config.tunables:
             raise wrong_value(
@@ -44,12 +44,12 @@ def with_tile(config: KernelConfig, values: Mapping[str, Any]) -> KernelConfig:
 
 
 def config_as_json(config: KernelConfig) -> dict[str, Any]:
-    """All fields and the kernel's name."""
+    """All fields of a configuration, and the kernel's name."""
     return {"kernel": config.kernel, **config.values()}
 
 
 def config_from_json(given: Mapping[str, Any]) -> Any:
-    """The configuration of :func:`config_as_json`, after JSON made lists of tuples."""
+    """The inverse of :func:`config_as_json`, after JSON has turned tuples into lists."""
     values = dict(given)
     kernel = registry.KERNELS[values.pop("kernel")]
     if "formulas" in values:
@@ -58,12 +58,12 @@ def config_from_json(given: Mapping[str, Any]) -> Any:
 
 
 def superset(kind: type[KernelConfig] | KernelConfig) -> dict[str, Sequence[int]]:
-    """Values of each parameter: all that some device and problem can have, and others."""
+    """Values of each parameter: all that may be legal on any device for any problem, and others."""
     own: Sequence[int] = _ROWS
     if kind.row_numbers:
         own = range(32, 32 * (2048 // kind.row_numbers) + 1, 32)
     if "num_warps" not in kind.tunables:
-        own = range(64, 257, 64)  # by warpgroups; sixteen warps have three at most
+        own = range(64, 257, 64)  # 64 for each warpgroup; blocks of 16 warps have at most three
     known: dict[str, Sequence[int]] = {
         kind.owned: own,
         "block_n" if kind.owned == "block_m" else "block_m": kind.streams,
@@ -79,21 +79,21 @@ def superset(kind: type[KernelConfig] | KernelConfig) -> dict[str, Sequence[int]
 
 
 def shares_evenly(kind: type[KernelConfig] | KernelConfig, values: Mapping[str, int]) -> bool:
-    """Whether all warps have as many rows; where their number cannot be chosen they do."""
+    """Whether all warps have equally many rows; always so if num_warps cannot be chosen."""
     num_warps = values.get("num_warps")
     return not num_warps or values[kind.owned] % (_warp_rows(kind) * num_warps) == 0
 
 
 def _warp_rows(kind: type[KernelConfig] | KernelConfig) -> int:
-    """A warp has a multiple of so many rows; partners share 16."""
+    """A warp's rows are a multiple of this number; partner warps share 16 rows."""
     return 32 if kind.row_numbers else 16 // kind.row_warps
 
 
 def lane_registers(config: Any) -> int:
-    """Registers of a lane that a kernel's scores and results alone take; 0 where they always fit.
+    """Registers of a lane for scores and results alone; 0 for kernels in which they always fit.
 
-    The portable kernels keep scores of a block and sums of results of a warp's rows in registers
-    at the same time.
+    The portable kernels keep the scores of a block and the sums of results in registers at the same
+    time, for all rows of a warp.
     """
     if "num_warps" not in config.tunables:
         return 0

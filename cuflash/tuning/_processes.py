@@ -1,7 +1,8 @@
-"""How is work done in processes that may fail or hang, while this one goes on?
+"""How is work done in child processes that may fail or hang, while this process goes on?
 
-A child reads one JSON object a line and answers each with one. Whoever waits longer than it wants
-to ends the child; the next request starts another one. A child ends when its parent is gone.
+A child reads one JSON object per line and answers each with one line. If the answer takes longer
+than the time limit, the child is killed, and the next request starts another one. A child ends when
+its parent is gone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LAST_WORDS = 2000  # characters of standard error that a failure quotes
 
 
 class Failure(Exception):
-    """No answer came: ``kind`` is "hang" or "crash"."""
+    """A child did not answer: ``kind`` is "hang" or "crash"."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -33,7 +34,7 @@ class Failure(Exception):
 
 
 class Child:
-    """A process that answers; it is started when it is first asked, and again after a failure."""
+    """A process that answers requests. The first request starts it; so does one after a failure."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
@@ -43,12 +44,12 @@ class Child:
 
     @property
     def process(self) -> subprocess.Popen[str] | None:
-        """The process that remembers what it was told; None where there is none."""
+        """The running process, which keeps the state of earlier requests; None if there is none."""
         running = self._process is not None and self._process.poll() is None
         return self._process if running else None
 
     def ask(self, request: Answer, time_limit: float) -> Answer:
-        """The answer, or a Failure after ``time_limit`` seconds or the end of the process."""
+        """Return the answer; raises Failure after ``time_limit`` seconds or if the process ends."""
         process = self.process or self._started()
         if process.stdin is None:
             raise Failure("crash", "the process did not start")
@@ -68,7 +69,7 @@ class Child:
         return answer
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -94,7 +95,7 @@ class Child:
         return process
 
     def _ended(self, process: subprocess.Popen[str]) -> Failure:
-        """What a process that is gone leaves to say: its last line of standard error."""
+        """A Failure with the last line that an ended process wrote to standard error."""
         code, words = process.wait(), b""
         with contextlib.suppress(OSError, ValueError):  # closed by another thread
             if self._errors is not None:
@@ -115,7 +116,7 @@ def _listen(stream: IO[str], answers: queue.SimpleQueue[str | None]) -> None:
 def ask_many(
     command: Sequence[str], requests: Sequence[Answer], processes: int, time_limit: float
 ) -> Iterator[tuple[int, Answer | Failure]]:
-    """Answers with the numbers of their requests, as they come, from several children."""
+    """Yield answers with the numbers of their requests, as several children complete them."""
     if not requests:
         return
     children = [Child(command) for _ in range(min(processes, len(requests)))]
@@ -143,9 +144,9 @@ def ask_many(
 
 
 def serve(answer: Callable[[Answer], Answer]) -> None:
-    """Be the child: answer every line, leave when the parent is gone.
+    """Run as the child: answer every line, and leave when the parent is gone.
 
-    What is printed goes to standard error. Ctrl-C reaches both, and is the parent's to act on.
+    Printed text goes to standard error. Ctrl-C reaches both processes; only the parent acts on it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -155,7 +156,7 @@ def serve(answer: Callable[[Answer], Answer]) -> None:
     def listen() -> None:
         for line in sys.stdin:
             requests.put(line)
-        os._exit(0)  # even while the device does not come back
+        os._exit(0)  # even while a device call hangs
 
     threading.Thread(target=listen, daemon=True).start()
     while True:

@@ -1,7 +1,7 @@
-"""How are the results of a sweep kept? One JSON object a line, so that at most one is lost.
+"""How are the results of a sweep stored? One JSON object per line: a crash loses at most one line.
 
-The first line, of kind "sweep", says what was swept and where; lines of kind "config" hold one
-configuration each, lines of kind "final" the comparison of the fastest at the end.
+The first line, of kind "sweep", says what was swept and where. A line of kind "config" has the
+result of one configuration, a line of kind "final" a comparison of the fastest at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cuflash.tuning._workload import Workload
 
 FORMAT = 1
 STATES = ("ok", "compile_error", "wrong", "error", "crash", "hang")
-#: What must agree for a file to be continued: what decides times, and which rows have one.
+#: Entries of the header that must agree to continue a file: they decide times and which rows exist.
 _SAME = (
     "workload", "kernel", "parameters", "default", "device", "arch", "source", "nvrtc", "driver",
     "check",
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Sweep:
-    """Results of a sweep, as they stand in its file."""
+    """Results of a sweep, as stored in its file."""
 
     header: Row
     rows: list[Row] = field(default_factory=list)
@@ -51,12 +51,12 @@ class Sweep:
 
     @property
     def device(self) -> str:
-        """Name of the device that was swept on."""
+        """Name of the device on which the sweep ran."""
         return str(self.header["device"])
 
     @property
     def default_values(self) -> dict[str, int]:
-        """The tile that all were compared with."""
+        """The shipped tile, with which all others were compared."""
         values = map(int, self.header["default"].split(","))
         return dict(zip(self.header["parameters"], values, strict=True))
 
@@ -67,29 +67,29 @@ class Sweep:
 
     @property
     def timed(self) -> list[Row]:
-        """Rows of right configurations, fastest first, by their times over the shipped one's."""
+        """Rows of correct configurations, fastest first, by time relative to the shipped one."""
         timed = [row for row in self.rows if row["status"] == "ok"]
         return sorted(timed, key=lambda row: (row["relative"], row["key"]))
 
     def steady_ms(self, row: Row) -> float:
-        """Time of a row at the clocks of the whole sweep.
+        """Time of a row at the sweep's typical clocks, in milliseconds.
 
-        It was timed in turns with the shipped configuration. The quotient of both times, by the
-        median time of the shipped one: what the clocks did meanwhile cancels.
+        It is the quotient of the row's time and the interleaved time of the shipped configuration,
+        times the median of all shipped times. Changes of the clocks cancel in the quotient.
         """
         shipped = [r["default_ms"] for r in self.rows if r["status"] == "ok" and "default_ms" in r]
         return float(row["relative"] * statistics.median(shipped) if shipped else row["ms"])
 
     def tflops(self, row: Row) -> float:
-        """Speed of a row at the clocks of the whole sweep."""
+        """Speed of a row at the sweep's typical clocks, in TFLOP/s."""
         return self.workload.kernel_flops(self.kernel) / self.steady_ms(row) / 1e9
 
     @property
     def best(self) -> Row:
-        """The fastest of the final comparison, else of all; a ValueError where there is none.
+        """The fastest of the final comparison, else of all rows; ValueError if there is none.
 
-        A configuration that failed in the final comparison is not taken. The shipped one takes part
-        where it was swept.
+        A configuration that failed in the final comparison is not taken. The shipped configuration
+        takes part if it was swept.
         """
         left_out = self.finals[-1].get("left_out", {}) if self.finals else {}
         timed = {row["key"]: row for row in self.timed if row["key"] not in left_out}
@@ -107,7 +107,7 @@ class Sweep:
 
     @property
     def best_relative(self) -> float:
-        """Time of the best relative to the shipped configuration, by the final comparison."""
+        """Time of the best row relative to the shipped configuration, by the final comparison."""
         best, ms = self.best, self._final_ms()
         shipped = ms.get(self.header["default"])
         if shipped is not None and best["key"] in ms:
@@ -115,9 +115,9 @@ class Sweep:
         return float(best["relative"])
 
     def _final_ms(self) -> dict[str, float]:
-        """Times of the final comparison by key, the shipped configuration's included.
+        """Times of the final comparison by key, with the shipped configuration.
 
-        Where that is among the fastest it was timed twice: it takes the shorter of both times.
+        If the shipped one is among the fastest, it was timed twice: the shorter time counts.
         """
         if not self.finals:
             return {}
@@ -129,7 +129,7 @@ class Sweep:
 
 
 def load(path: str | os.PathLike[str]) -> Sweep:
-    """Read the file of a sweep; a cut-off last line is left out, anything else is an error.
+    """Read the file of a sweep. A cut-off last line is ignored, any other damage is an error.
 
     Examples
     --------
@@ -140,7 +140,7 @@ def load(path: str | os.PathLike[str]) -> Sweep:
     path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-        whole = enumerate(lines[:-1], start=1)  # what follows the last end is cut off
+        whole = enumerate(lines[:-1], start=1)  # text after the last line end is a cut-off line
         return checked((_parsed(*line) for line in whole), "line")
     except UnicodeDecodeError as error:
         got = f"bytes that are no text ({error.reason})"
@@ -157,9 +157,9 @@ def _parsed(number: int, line: str) -> Any:
 
 
 def checked(given: Iterable[Any], each: str) -> Sweep:
-    """The sweep of these rows, the header first; a ValueError names one that holds something else.
+    """The sweep of these rows, the header first; a ValueError names the first invalid row.
 
-    ``each`` is the word for one of them: a line of a file.
+    ``each`` is the word for a row in messages, such as "line".
     """
     found: Sweep | None = None
     for number, row in enumerate(given, start=1):
@@ -184,11 +184,11 @@ def checked(given: Iterable[Any], each: str) -> Sweep:
 
 
 _NUMBER = (int, float)
-#: Times are between these: products and quotients of two are finite.
+#: Bounds of times: products and quotients of two times are finite.
 _LEAST, _MOST = 1e-100, 1e100
 _TIMES = ("ms", "relative", "default_ms")
 Kinds = Mapping[str, type | tuple[type, ...]]
-#: What a line of each kind holds at least; of our kernels; of a configuration that was timed.
+#: Required entries of each kind of line, of headers for our kernels, and of timed configurations.
 _HOLDS: dict[str, Kinds] = {
     "sweep": {
         "format": int, "workload": (dict, type(None)), "kernel": str, "device": str, "arch": str,
@@ -228,7 +228,7 @@ def _check_header(place: str, row: Row) -> None:
 
 
 def _check_config(place: str, row: Row, header: Row) -> None:
-    """Raise unless a configuration has a value for each parameter: an int for our kernels."""
+    """Raise unless a configuration has a value for each parameter; ints for our kernels."""
     require(place, row, _HOLDS["config"])
     if row["status"] not in STATES:
         raise ValueError(f"{place}: status {row['status']!r}")
@@ -251,7 +251,7 @@ def _check_final(place: str, row: Row) -> None:
 
 
 def require(place: str, row: Any, kinds: Kinds) -> None:
-    """Raise unless a row is an object with these entries, of these types."""
+    """Raise unless a row is an object with entries of these names and types."""
     missing = [name for name in kinds if not isinstance(row, dict) or name not in row]
     if missing:
         raise ValueError(f"{place}: no {', '.join(missing)}")
@@ -272,7 +272,7 @@ def _wrong(place: str, name: str, value: object) -> Exception:
 
 
 class SweepFile:
-    """A file that grows by whole lines, each on the disk before the next configuration runs."""
+    """A file of whole lines; each line is on disk before the next configuration runs."""
 
     def __init__(self, path: str | os.PathLike[str], header: Row) -> None:
         self.path = Path(path)
@@ -286,14 +286,14 @@ class SweepFile:
                         expected=f"{name} {short(new)}, to continue it", fix="pass another file",
                     )  # fmt: skip
             whole = self.path.read_bytes().rfind(b"\n") + 1
-            os.truncate(self.path, whole)  # without a line that an interruption cut off
+            os.truncate(self.path, whole)  # drops a line that an interruption cut off
         else:
             self.sweep = Sweep(header)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._write(header)
 
     def append(self, row: Row) -> None:
-        """Keep a row."""
+        """Append a row to the sweep and to the file."""
         (self.sweep.finals if row["kind"] == "final" else self.sweep.rows).append(row)
         self._write(row)
 

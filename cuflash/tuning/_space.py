@@ -1,4 +1,4 @@
-"""Which configurations of a kernel are legal for a problem on a device, and why not the others?"""
+"""Which configurations of a kernel are legal for a problem on a device, and why are others not?"""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from cuflash.tuning._kernels import (
 )
 from cuflash.tuning._workload import Workload
 
-#: Of at most so many combinations the illegal ones are listed as well, with their reasons.
+#: Spaces of at most this many combinations list all illegal ones, too, with their reasons.
 _FEW = 20_000
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One combination of parameters: a configuration, or why there is none.
+    """One combination of parameters: a configuration, or the reason why it is illegal.
 
     Examples
     --------
@@ -48,15 +48,15 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """The values as text, which names the combination in files."""
+        """The values as text; files use it as the combination's name."""
         return ",".join(map(str, self.values))
 
 
 @dataclass
 class Space:
-    """Combinations of the parameters of one kernel for one problem on one device, all legal ones.
+    """Combinations of the parameters of one kernel, for one problem on one device.
 
-    Iterating yields the legal ones. ``default`` is the configuration that is shipped.
+    Iterating yields the legal combinations, all of them. ``default`` is the shipped configuration.
 
     Examples
     --------
@@ -86,11 +86,11 @@ class Space:
 
     @property
     def default_key(self) -> str:
-        """Key of the shipped configuration; a member unless its values were left out."""
+        """Key of the shipped configuration; in the space unless its values were left out."""
         return ",".join(map(str, tile_of(self.default).values()))
 
     def candidate(self, key: str) -> Candidate:
-        """The combination of this key; a ValueError where it is none of the space."""
+        """The combination with this key; ValueError if the space has none."""
         for found in self.candidates:
             if found.key == key:
                 return found
@@ -107,7 +107,7 @@ class Space:
         time_limit: float = TIME_LIMIT,
         progress: Counted | None = None,
     ) -> dict[str, Facts]:
-        """Static facts of the legal combinations, compiled in parallel; needs no GPU."""
+        """Compile legal combinations in parallel, without a GPU, and return static facts by key."""
         wanted = {c.key: c.config for c in chosen or self if c.config is not None}
         found = compile_all(
             wanted.values(), self.hardware,
@@ -129,31 +129,31 @@ def space(
     Parameters
     ----------
     workload : Workload
-        Shape, dtype and options. Configurations depend on head sizes, dtype and on which options
-        are present, not on lengths.
+        Shape, dtype and options. Configurations depend on head sizes, dtype and the set of options,
+        not on lengths.
     kernel : str, optional
-        ``"forward_sm90"``, ``"backward_dkv_sm80"`` ...: a source of ``kernels_cu`` without its
-        suffix. Default: the forward that the device would run.
+        A source of ``kernels_cu`` without its suffix, such as ``"forward_sm90"`` or
+        ``"backward_dkv_sm80"``. The default is the forward that the device would run.
     arch : str, optional
-        Plan for the most common device of an architecture, ``"sm_90a"``. Default: the device here,
-        or sm_90 where there is none.
+        An architecture, such as ``"sm_90a"``, to plan for its most common device. The default is
+        the device of this machine, or sm_90 if there is none.
     parameters : mapping of str to sequence of int, optional
-        Values to try instead of all that a legal configuration may have, by parameter.
+        Values to try, by parameter, instead of all values that a legal configuration may have.
 
     Returns
     -------
     Space
-        With every legal combination, and with illegal ones, each with its reason. Of more than
-        20,000 combinations it leaves out some illegal ones: unlike numbers of rows for the warps,
-        and more blocks to an SM than the first number that is too large.
+        Every legal combination, and illegal ones, each with its reason. With more than 20,000
+        combinations some illegal ones are left out: those in which warps have unequal numbers of
+        rows, and larger values of ``blocks_per_sm`` than the first that is too large.
 
     Raises
     ------
     ValueError
         For an unknown kernel, parameter or architecture, values without any legal combination,
-        or a kernel that does not serve the problem.
+        or a kernel that does not support the problem.
     TypeError
-        For a workload that is none, or parameters that are no lists of ints by name.
+        Unless ``workload`` is a :class:`Workload` and ``parameters`` maps names to lists of ints.
 
     Examples
     --------
@@ -196,9 +196,9 @@ def space(
 def default_configs(
     workload: Workload, kernel: str | None, hardware: Hardware
 ) -> tuple[KernelConfig, ...]:
-    """The shipped configuration for each pass of a kernel; dk and dv of wide heads have one each.
+    """The shipped configuration for each pass of a kernel; dk and dv of wide heads are two passes.
 
-    A ValueError where the kernel does not serve the problem.
+    Raises a ValueError if the kernel does not support the problem.
     """
     if workload.seqlens:
         got = f"{len(workload.seqlens)} packed sequences"
@@ -208,7 +208,7 @@ def default_configs(
     problem = workload.problem()
     if kernel is None:
         return tuple(s.config for s in choose(problem, hardware) if s.config.computes == "out")
-    kernel_type(kernel)  # or the error that lists the kernels
+    kernel_type(kernel)  # raises for an unknown kernel
     only = PORTABLE if kernel in PORTABLE else None
     asked: list[Wanted | None] = [None]
     if kernel.startswith("backward"):  # all three gradients at once may be one pass
@@ -230,10 +230,10 @@ def default_configs(
 def _candidates(
     default: KernelConfig, tried: Mapping[str, Sequence[int]], hardware: Hardware
 ) -> list[Candidate]:
-    """Every legal combination of the values, and illegal ones: all of few, some of many.
+    """Every legal combination of the values, and illegal ones: all in small spaces, else some.
 
-    Of many, combinations are left out where warps do not share the rows evenly, and more blocks to
-    an SM where fewer are refused: two are refused for the same reason.
+    Large spaces leave out combinations in which warps do not share the rows evenly, and larger
+    values of blocks_per_sm than the first that is refused, which would be refused as well.
     """
     few = math.prod(map(len, tried.values())) <= _FEW
     others = [name for name in tried if name != "blocks_per_sm"]
@@ -261,7 +261,7 @@ def _candidate(default: KernelConfig, values: dict[str, int], hardware: Hardware
 
 
 def _too_large(config: KernelConfig, hardware: Hardware) -> str:
-    """Why a device cannot hold it; empty where it can."""
+    """Why a configuration does not fit on a device; empty if it fits."""
     limits, blocks = hardware.limits, config.blocks_per_sm
     if config.smem_bytes > limits.block_smem:
         return f"{_kib(config.smem_bytes)} of shared memory, a block has {_kib(limits.block_smem)}"

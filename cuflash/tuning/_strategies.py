@@ -1,8 +1,8 @@
-"""In which order are configurations tried, and which of them?
+"""Which configurations are tried, and in which order?
 
-A strategy is given a space and a function that returns rows of candidates, and calls it with as
-many candidates at a time as it can: they are compiled side by side. Two are built in; others are
-search strategies of the package kernel-tuner.
+A strategy receives a space and a function that returns the rows of candidates. It passes as many
+candidates at a time as possible, because these are compiled in parallel. Two strategies are built
+in; the others are search strategies of the package kernel-tuner.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ Strategy = Callable[[Space, Evaluate, int | None, int], None]
 
 #: Strategies of kernel-tuner that are not offered.
 _LEFT_OUT = {
-    "brute_force",  # is "exhaustive" here
-    "random_sample",  # is "random" here
-    "nsga2",  # weighs several objectives, and a sweep has one
+    "brute_force",  # called "exhaustive" here
+    "random_sample",  # called "random" here
+    "nsga2",  # for several objectives; a sweep has one
     "nsga3",
-    "pyatf_strategies",  # combines the values itself, legal or not, and leaves a folder behind
+    "pyatf_strategies",  # combines values itself, legal or not, and leaves a folder behind
 }
-#: Packages that kernel-tuner does not bring, by the strategy that is named after their module.
+#: Packages that kernel-tuner does not install, by strategy, which has the name of their module.
 _PACKAGES = {"skopt": "scikit-optimize"}
-#: Options of strategies that are not used as they come.
+#: Options of strategies whose defaults are not used.
 _STRATEGY_OPTIONS = {
-    "bayes_opt": {"samplingmethod": "random"},  # no seed decides the other way's
-    "skopt": {"acq_func": "EI"},  # the other way overflows where a configuration fails
+    "bayes_opt": {"samplingmethod": "random"},  # the default method ignores the seed
+    "skopt": {"acq_func": "EI"},  # the default overflows if a configuration fails
 }
 _MAX_THREADS = 1024  # of a thread block, on every device
-_POPULATION = 20  # of firefly_algorithm, which fails where a space has not more
+_POPULATION = 20  # of firefly_algorithm, which fails unless a space is larger
 
 
 def exhaustive(chosen: Space, evaluate: Evaluate, budget: int | None, seed: int) -> None:  # noqa: ARG001
-    """All, in order; with a budget, the first."""
+    """Try all candidates in order; with a budget, the first ones."""
     evaluate(list(chosen)[:budget])
 
 
 def drawn(chosen: Space, evaluate: Evaluate, budget: int | None, seed: int) -> None:
-    """As many as the budget allows, drawn without return."""
+    """Try as many candidates as the budget allows, drawn without replacement."""
     everything = list(chosen)
     random.Random(seed).shuffle(everything)
     evaluate(everything[:budget])
@@ -72,7 +72,7 @@ def strategy_of(name: str) -> Strategy:
 
 
 def offered() -> tuple[str, ...]:
-    """Names of kernel-tuner's search strategies; none where it is not installed."""
+    """Names of kernel-tuner's search strategies; empty if it is not installed."""
     try:
         from kernel_tuner.interface import strategy_map
     except ImportError:
@@ -81,7 +81,7 @@ def offered() -> tuple[str, ...]:
 
 
 def search(name: str) -> Strategy:
-    """A search strategy that kernel-tuner has."""
+    """A search strategy of kernel-tuner."""
     package = _PACKAGES.get(name)
     if package is not None and importlib.util.find_spec(name) is None:
         raise ImportError(f"{package} is not installed: pip install {package}")
@@ -90,7 +90,7 @@ def search(name: str) -> Strategy:
         if len(chosen) <= _POPULATION:
             evaluate(list(chosen)[:budget])
             return
-        states = random.getstate(), np.random.get_state()  # noqa: NPY002  kernel-tuner draws there
+        states = random.getstate(), np.random.get_state()  # noqa: NPY002  kernel-tuner uses both
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002
         try:
@@ -117,7 +117,7 @@ def _search(name: str, chosen: Space, evaluate: Evaluate, fevals: int) -> None:
     parameters = {name: list(values) for name, values in chosen.parameters.items()}
 
     class OurRunner(Runner):  # type: ignore[misc]
-        """Answers a strategy with rows of the sweep."""
+        """Returns rows of the sweep to a strategy."""
 
         simulation_mode = False
         dev = SimpleNamespace(max_threads=_MAX_THREADS)  # bayes_opt reads it
@@ -140,7 +140,7 @@ def _search(name: str, chosen: Space, evaluate: Evaluate, fevals: int) -> None:
             return [_result(row) for row in evaluate(served)] + unserved
 
     def _result(row: Row) -> dict[str, Any]:
-        if row["status"] == "ok":  # no clocks in it; a search needs no more
+        if row["status"] == "ok":  # relative times do not depend on clocks
             return {**row["values"], "time": row["relative"]}
         compiled = row["status"] != "compile_error"
         failed = RuntimeFailedConfig() if compiled else CompilationFailedConfig()
@@ -150,7 +150,7 @@ def _search(name: str, chosen: Space, evaluate: Evaluate, fevals: int) -> None:
     searchspace = Searchspace(
         None, None, None, from_cache={"tune_params": parameters, "cache": known}
     )
-    searchspace.get_LHS_sample = searchspace.get_random_sample  # diff_evo's, which no seed decides
+    searchspace.get_LHS_sample = searchspace.get_random_sample  # diff_evo's method ignores the seed
     options = Options({
         "tune_params": parameters,
         "strategy_options": Options({"max_fevals": fevals, **_STRATEGY_OPTIONS.get(name, {})}),

@@ -1,4 +1,4 @@
-"""How fast is every configuration of a space on this device, and who is told meanwhile?"""
+"""How fast is every configuration of a space on this device? Sweeps and their progress."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from cuflash.tuning._workload import Workload, numbers_of
 _COMMAND = (sys.executable, "-m", "cuflash.tuning._timing")
 #: Seconds for the process to start, fill its arrays and compute the definition.
 _OPEN_LIMIT = 180.0
-#: How many of the fastest are compared once more at the end.
+#: Number of the fastest configurations that are compared again at the end.
 _FINALISTS = 5
-_QUIET_SECONDS = 3.0  # between lines of a log that count compiled kernels
+_QUIET_SECONDS = 3.0  # between lines that count compiled kernels, if written to a file
 
 
 class Progress(NamedTuple):
@@ -37,7 +37,7 @@ class Progress(NamedTuple):
     stage: str  # "compile", "time" or "final"
     done: int
     total: int
-    row: Row | None = None  # the configuration that was timed, or left out of the final
+    row: Row | None = None  # the configuration that was timed, or left out of the final comparison
     best: Row | None = None  # the fastest so far
 
 
@@ -59,30 +59,31 @@ def sweep(
     progress: Watcher | bool = True,
     device_command: Sequence[str] = _COMMAND,
 ) -> Sweep:
-    """Compile, check and time the configurations of a space; go on where a file ends.
+    """Compile, check and time the configurations of a space; an existing file is continued.
 
-    Configurations are compiled beforehand, in parallel. Another process compares each with the
-    definition, and times it through the library's own calls, in turns with the shipped
-    configuration: clocks and temperature are the same for both. A configuration that fails or hangs
-    costs its row and a new process. At the end the fastest are timed once more, all in turns; what
-    fails or hangs there is left out, and is not the best.
+    Configurations are compiled in advance, in parallel. Another process compares each one with the
+    definition and times it through the library's own calls, interleaved with the shipped
+    configuration, so that both have the same clocks and temperature. A configuration that fails or
+    hangs affects only its own row; the process is started again. At the end the fastest are timed
+    again, all interleaved. Configurations that fail or hang there are left out and cannot be the
+    best.
 
     Parameters
     ----------
     workload : Workload
         The problem that is timed.
     chosen : Space, optional
-        What to try; default: all of the forward that runs here.
+        The configurations to try. The default is all of the forward kernel that runs here.
     file : path, optional
-        Where rows go, one JSON object a line; default: :func:`default_file`. A file that exists
-        must be a sweep of the same problem, kernel, device, driver, NVRTC, kernel sources and
-        ``check``; its rows are not measured again. Strategy, budget, seed and budget_ms are kept in
-        its first line, and with each final comparison.
+        The file for the rows, one JSON object per line. The default is :func:`default_file`. An
+        existing file must be a sweep of the same problem, kernel, device, driver, NVRTC, kernel
+        sources and ``check``; its rows are not measured again. Strategy, budget, seed and budget_ms
+        are stored in its first line, and with each final comparison.
     strategy : str
         ``"exhaustive"``, ``"random"``, or a search strategy of the package kernel-tuner (extra
         ``tune``), such as ``"genetic_algorithm"``.
     budget : int, optional
-        How many configurations to time at most; all by default.
+        The largest number of configurations to time. The default is all.
     check : bool
         Compare with the definition before timing.
     seed : int
@@ -90,14 +91,14 @@ def sweep(
     time_limit : float
         Seconds after which a configuration counts as hanging.
     budget_ms : float
-        Milliseconds given to the measurements of one configuration, within 11 to 60 rounds.
+        Milliseconds for the measurements of one configuration, within 11 to 60 rounds.
     processes : int, optional
-        That compile side by side; default: one for each core.
+        Number of processes that compile in parallel. The default is one for each core.
     progress : bool or callable
-        Whether to print a line on standard error for each configuration, with the best so far; or
+        Whether to print a line to standard error for each configuration, with the best so far; or
         a function that is called with :class:`Progress` after every step.
     device_command : sequence of str
-        The process that owns the device.
+        Command of the process that uses the device.
 
     Returns
     -------
@@ -107,9 +108,9 @@ def sweep(
     Raises
     ------
     ValueError
-        For a bad argument, or a file that is no sweep or another one.
+        For an invalid argument, or a file that is not a sweep or is a different sweep.
     RuntimeError
-        Where no device can be used, or the shipped configuration does not run.
+        If there is no usable device, or the shipped configuration does not run.
 
     Examples
     --------
@@ -155,11 +156,11 @@ def sweep(
 
 @dataclass
 class _Running:
-    """One sweep under way."""
+    """One running sweep."""
 
     space: Space
     child: Child
-    made: Row  # how it was asked for
+    made: Row  # strategy, budget, seed and budget_ms
     check: bool
     time_limit: float
     processes: int | None
@@ -167,12 +168,12 @@ class _Running:
 
     def __post_init__(self) -> None:
         every = len(self.space)
-        self.total = min(every, self.made["budget"] or every)  # that are timed at most
+        self.total = min(every, self.made["budget"] or every)  # most configurations to time
         self.began = time.perf_counter()
-        self.opened: object = None  # the process that knows the problem
+        self.opened: object = None  # the process in which the problem is open
 
     def open_file(self, path: str | os.PathLike[str]) -> None:
-        """Begin the file, or go on with it, once the device is known."""
+        """Ask for the device, then begin or continue the file."""
         device = self._asked({"do": "describe"}, _OPEN_LIMIT)
         planned, here = self.space.hardware, f"{device['device']} ({device['arch']})"
         if f"{planned.name} ({planned.arch})" != here:
@@ -201,7 +202,7 @@ class _Running:
     def evaluate(self, candidates: Sequence[Candidate]) -> list[Row]:
         """Rows of these candidates, in order: from the file, or newly measured."""
         rows = {row["key"]: row for row in self.file.sweep.rows}
-        missing = {c.key: c for c in candidates if c.key not in rows}  # each once
+        missing = {c.key: c for c in candidates if c.key not in rows}  # without duplicates
         if missing:
             self.space.compile(
                 [*missing.values()], processes=self.processes, time_limit=COMPILE_LIMIT,
@@ -233,7 +234,7 @@ class _Running:
         return row | answer | {"seconds": round(time.perf_counter() - start, 3)}
 
     def _open(self) -> None:
-        """Have a process that knows the problem; what fails here would fail for every candidate."""
+        """Open the problem in the child, if it is not; an error here would hit every candidate."""
         if self.opened is not None and self.opened is self.child.process:
             return
         request = {
@@ -248,7 +249,7 @@ class _Running:
         self.opened = self.child.process
 
     def _answer(self, request: Row, limit: float) -> Row:
-        """The answer; where none comes, why. A process is ended after its device crashed."""
+        """The answer, or the reason why none came. After a device crash the process is ended."""
         try:
             answer = {"status": "ok"} | self.child.ask(request, limit)
         except Failure as failure:
@@ -264,9 +265,9 @@ class _Running:
         return answer
 
     def compare_fastest(self) -> None:
-        """Time the fastest and the shipped configuration once more, all in turns.
+        """Time the fastest and the shipped configuration again, all interleaved.
 
-        Where that fails, each is timed with the shipped one alone, and what fails is left out.
+        If that fails, each one is timed with the shipped one alone; those that fail are left out.
         """
         sweep = self.file.sweep
         last: Row = sweep.finals[-1] if sweep.finals else {"ms": {}}
@@ -283,25 +284,25 @@ class _Running:
             left_out |= {key: f"{own['status']}, {own['reason']}" for key, own in failed.items()}
             keys = [key for key in keys if key not in failed]
             answer = self._final(keys) if keys else {"status": "ok", "ms": []}
-        if answer["status"] != "ok":  # together, though none does alone
+        if answer["status"] != "ok":  # they fail together, though none fails alone
             for key in keys:
                 self._tell("final", 0, len(keys), {"key": key, **answer})
             return
         row = {
             "kind": "final",
-            "ms": dict(zip(keys, answer["ms"], strict=False)),  # the default's is the last
+            "ms": dict(zip(keys, answer["ms"], strict=False)),  # the last time is the default's
             **({"default_ms": answer["ms"][-1]} if keys else {}),
             **({"left_out": left_out} if left_out else {}),
             "clocks": answer.get("clocks"),
             "made": self.made,
-            "seconds": round(time.perf_counter() - self.began, 1),  # of this run, all of it
+            "seconds": round(time.perf_counter() - self.began, 1),  # of the whole run
         }
         self.file.append(row)
         if keys:
             self._tell("final", len(keys), len(keys))
 
     def _final(self, keys: Sequence[str]) -> Row:
-        """Times of these and the shipped configuration in turns, or why there are none."""
+        """Interleaved times of these and the shipped configuration, or the reason of a failure."""
         self._open()
         configs = [self.space.candidate(key).config for key in keys] + [self.space.default]
         request = {"do": "final", "configs": [config_as_json(c) for c in configs if c]}
@@ -314,13 +315,13 @@ class _Running:
 
 
 class Compiled:
-    """How many kernels are ready: in one line of a terminal, every few seconds in a file."""
+    """Counts compiled kernels: in one line on a terminal, every few seconds in a file."""
 
     def __init__(self) -> None:
         self.said = -math.inf
 
     def __call__(self, done: int, total: int, before: str = "") -> None:
-        """Say it, or leave it to a later call."""
+        """Print the count, unless a line was printed less than a few seconds ago."""
         text = f"{before}{done} of {total} compiled"
         now = time.monotonic()
         if sys.stderr.isatty():
@@ -339,7 +340,7 @@ class Lines:
         self.compiled = Compiled()
 
     def __call__(self, now: Progress) -> None:
-        """Say what has just been done."""
+        """Print the last step."""
         spent = f"{time.monotonic() - self.start:6.1f} s  "
         if now.stage == "compile":
             self.compiled(now.done, now.total, spent)
@@ -361,7 +362,7 @@ def _said(now: Progress) -> str:
 
 
 def default_file(chosen: Space, folder: str | os.PathLike[str] = ".") -> Path:
-    """Where a sweep of a space goes unless asked otherwise: device, kernel, head sizes, mask.
+    """Default file of a sweep; its name has the device, kernel, head sizes, options and lengths.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""How is what a sweep found put to use: for this process, or for this user?"""
+"""How is the result of a sweep used, in this process or for this user?"""
 
 from __future__ import annotations
 
@@ -21,29 +21,28 @@ from cuflash.tuning._workload import Workload
 
 
 def use(file: str | os.PathLike[str] | Sweep | None) -> contextlib.ExitStack:
-    """Use measured tiles in this process from now on, before the shipped ones.
+    """From now on use measured tiles in this process, in preference to the shipped ones.
 
     Parameters
     ----------
     file : path, Sweep or None
-        The file of a sweep, a file of tiles, such as :func:`user_table`, or a result of
-        :func:`sweep`; None for the shipped tiles alone. Rows are added to the rows in use.
+        The file of a sweep, a file of tiles such as :func:`user_table`, or a result of
+        :func:`sweep`. None for the shipped tiles only. Rows are added to the rows in use.
 
     Returns
     -------
     context manager
-        ``with cuflash.tuning.use(file): ...`` ends with the block.
+        In ``with cuflash.tuning.use(file): ...`` the tiles are used until the end of the block.
 
     Raises
     ------
     ValueError
-        For a file that is neither, a tile that is not legal, or one without a row for the device
-        here.
+        For any other file, an illegal tile, or a file without a row for the device of this machine.
 
     Notes
     -----
     A row is used for its kernel, dtype, padded head sizes, set of options and device, and for no
-    others. Tiles decide the order of sums: results keep within the same error, not the same bits.
+    others. Tiles decide the order of sums: results have the same error bounds, not the same bits.
 
     Examples
     --------
@@ -80,15 +79,15 @@ def _put(rows: dict[select_measured.Key, select_measured.Row]) -> None:
 
 
 def best_rows(found: Sweep) -> list[select_measured.Row]:
-    """The best of a sweep as rows, one for each pass that was timed with it.
+    """The best tile of a sweep as rows, one for each pass that was timed with it.
 
-    It is the tile that all were compared with unless another is faster.
+    It is the shipped tile unless another one is faster.
     """
     return _rows(found, found.best["values"] if found.best_relative <= 1 else found.default_values)
 
 
 def table_rows(found: Sweep) -> list[select_measured.Row]:
-    """Rows of the problem of a sweep that hold what the tables have."""
+    """Rows for the problem of a sweep, with the tiles that the tables have."""
     return _rows(found, None)
 
 
@@ -99,7 +98,7 @@ def _rows(found: Sweep, values: Mapping[str, int] | None) -> list[select_measure
         raise wrong_value("sweep", got, "a sweep of cuflash's kernels")
     like = typical(header["arch"])
     count = header.get("multiprocessors", like.multiprocessors)
-    of_tables = like._replace(name="", multiprocessors=count)  # no measured row is for it
+    of_tables = like._replace(name="", multiprocessors=count)  # no measured row has this name
     measured = f"{found.device}, {header['date'][:10]}, kernels {header['kernels'][:9]}"
     return [
         select_measured.Row(
@@ -112,14 +111,14 @@ def _rows(found: Sweep, values: Mapping[str, int] | None) -> list[select_measure
 
 
 def _check(row: select_measured.Row, where: str) -> None:
-    """Raise unless a tile is one that the kernel can have at these head sizes."""
+    """Raise unless a tile is legal for the kernel at these head sizes."""
     kind = kernel_type(row.key.kernel)
     unknown = sorted(set(dict(row.values)) - set(kind.tunables))
     if unknown:
         got = f"parameter {unknown[0]!r} of {row.key.kernel}"
         raise wrong_value(where, got, f"one of {', '.join(kind.tunables)}")
     sizes = (row.key.head_dim, row.key.head_dim_v)
-    if kind.row_numbers:  # its true ones stand among the options
+    if kind.row_numbers:  # the exact sizes are among the options
         true = re.search(r"(\d+)x(\d+)", row.key.options)
         sizes = (int(true[1]), int(true[2])) if true else sizes
     try:
@@ -132,7 +131,7 @@ def _check(row: select_measured.Row, where: str) -> None:
 
 
 def user_table() -> Path:
-    """Path of this user's table, which CUFLASH_TILES=user puts to use; it need not exist.
+    """Path of this user's table, which CUFLASH_TILES=user selects; it need not exist.
 
     Examples
     --------
@@ -144,10 +143,10 @@ def user_table() -> Path:
 
 
 def save(found: Sweep, file: str | os.PathLike[str] | None = None) -> Path:
-    """Keep the best of a sweep in a file of tiles, this user's by default; return its path.
+    """Save the best tile of a sweep in a file, this user's table by default; return its path.
 
-    Rows of other keys stay, also rows that other threads and processes save meanwhile. A ValueError
-    for a tile that is not legal.
+    Rows with other keys are kept, also those that other threads and processes save meanwhile. An
+    illegal tile raises a ValueError.
 
     Examples
     --------
@@ -167,10 +166,10 @@ def save(found: Sweep, file: str | os.PathLike[str] | None = None) -> Path:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Keep other threads and processes from changing a file: by a lock on one beside it.
+    """Keep other threads and processes from changing a file, by a lock on a file beside it.
 
-    The system frees the lock where its holder ends; the file ``*.lock`` stays, for whoever removed
-    it would take the lock of others who wait for it.
+    The system frees the lock when its holder ends. The file ``*.lock`` is never removed, because
+    others may be waiting for its lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
@@ -191,4 +190,4 @@ def _alone(path: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(lock)  # which frees it
+        os.close(lock)  # frees the lock

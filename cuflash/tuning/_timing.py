@@ -4,8 +4,8 @@ It calls the public functions with ``config=``. Its requests:
 
     {"do": "describe"}                          the device, the driver, NVRTC
     {"do": "open", workload, kernel, default, check, budget_ms}
-    {"do": "time", config}                      checked, then timed in turns with the default
-    {"do": "final", configs}                    several and the default, in turns, more often
+    {"do": "time", config}                      check, then time interleaved with the default
+    {"do": "final", configs}                    interleave several and the default, more often
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DEFAULT = "the default"
 
 
 class Calls:
-    """One call for each set of inputs, its configuration given when it is made. (D106)"""
+    """One call for each set of inputs; :meth:`of` gives the calls a configuration. (D106)"""
 
     def __init__(self, workload: Workload, kernel: str, copies: int = 1) -> None:
         import cupy
@@ -45,9 +45,9 @@ class Calls:
         options = Options(**workload.score_options(cupy))
         given: dict[str, Any] = {"options": options, "precision": workload.precision}
         self.inputs = workload.inputs(cupy, copies)
-        #: Where the calls write, so that they can be captured in a graph.
+        #: Arrays that the calls write to; fixed, so that the calls can be captured in a graph.
         self.results: list[dict[str, Any]] = []
-        self._calls: list[tuple[Callable[..., Any], int]] = []  # with bytes of workspaces
+        self._calls: list[tuple[Callable[..., Any], int]] = []  # with bytes of the workspace
         for q, k, v, dout in self.inputs:
             if backward:
                 arrays, wrt = {"q": q, "k": k, "v": v}, _checking.gradients_of(kernel)
@@ -74,7 +74,7 @@ class Calls:
         return [partial(call, workspace=room, config=config) for (call, _), room in calls]
 
     def on_host(self) -> _checking.Results:
-        """The results of the first call, where NumPy reads them."""
+        """The results of the first call as NumPy arrays."""
         return {name: _on_host(array) for name, array in self.results[0].items()}
 
 
@@ -86,7 +86,7 @@ def _on_host(array: Any) -> np.ndarray:
 
 
 class Bench:
-    """What is open: the problem, its checks and the clock."""
+    """An open problem, with its checks and the clock."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.clock = DeviceClock()
@@ -123,7 +123,7 @@ class Bench:
             raise RuntimeError(wrong)
 
     def _run(self, calls: Calls, config: KernelConfig) -> None:
-        """One call of each copy, on results that hold nothing of the call before."""
+        """Call once for each copy of the inputs, with results that are NaN before."""
         for results in calls.results:
             for array in results.values():
                 array.view(np.uint8).fill(0xFF)  # NaN in every dtype
@@ -132,7 +132,7 @@ class Bench:
         self.clock.stream.synchronize()
 
     def checked(self, config: KernelConfig) -> dict[str, Any]:
-        """Errors on the small problem, and what is wrong; the same bits twice where promised."""
+        """Errors on the small problem, and what is wrong; two runs must agree if deterministic."""
         self._run(self.small, config)
         first = self.small.on_host()
         found = _checking.errors(first, self.truth)
@@ -144,11 +144,11 @@ class Bench:
         return {"wrong": wrong, "errors": {name: [*own] for name, own in found.items()}}
 
     def compared(self, config: KernelConfig) -> str:
-        """What is wrong with the results of the problem that is timed; empty where nothing is."""
+        """What is wrong with the results of the timed problem; empty if nothing is."""
         self._run(self.calls, config)
         for name, expected in self.expected.items():
             own = self.calls.results[0][name]
-            if name == "lse":  # -inf where nothing is visible, in both
+            if name == "lse":  # both may have -inf where nothing is visible
                 own, expected = (np.exp(-abs(a)) for a in (own, expected))
             gap = difference(own, expected)
             if not gap <= AGREEMENT[self.dtype]:
@@ -156,7 +156,7 @@ class Bench:
         return ""
 
     def time(self, config: KernelConfig) -> dict[str, Any]:
-        """Check, then time in turns with the default."""
+        """Check, then time interleaved with the default."""
         with self.clock.scope():
             answer: dict[str, Any] = {"status": "ok"}
             if self.check:
@@ -171,7 +171,7 @@ class Bench:
         return answer | times | {"timing": own.timing}
 
     def final(self, configs: list[KernelConfig]) -> dict[str, Any]:
-        """Times of all in turns, and clocks while they last."""
+        """Interleaved times of all configurations, and the clocks right afterwards."""
         named = {str(number): config for number, config in enumerate(configs)}
         with self.clock.scope():
             slowest = max(m.ms for m in self._measured(named, 1.0).values())
@@ -191,16 +191,16 @@ class Bench:
         return self.clock.measure_graphs(graphs, budget_ms)
 
     def _captured(self, config: KernelConfig, calls: list[Call]) -> Call:
-        """A graph of the calls; the default's is kept, since graphs own counters for ever."""
+        """A graph of the calls; the default's graph is kept, since graphs own counters for ever."""
         if config != self.default:
             return self.clock.capture(calls)
         if self.default_graph is None:
-            self.default_graph = self.clock.capture(calls), calls  # which hold their memory (D76)
+            self.default_graph = self.clock.capture(calls), calls  # calls keep the memory (D76)
         return self.default_graph[0]
 
 
 def described() -> dict[str, Any]:
-    """The device and what stands between it and this library."""
+    """The device, its clocks, and versions of driver, CuPy and NVRTC."""
     hardware = present()
     if hardware is None:
         return {"status": "error", "reason": "no NVIDIA device can be used"}
@@ -209,7 +209,7 @@ def described() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer until the parent is gone."""
+    """Answer requests until the parent is gone."""
     opened: list[Bench] = []
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:

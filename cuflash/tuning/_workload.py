@@ -1,4 +1,4 @@
-"""Which shape, with which options, is measured or tuned?"""
+"""The shape and options of a problem that is measured or tuned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cuflash._problem.problem import Problem, describe
 
 Array = Any
 DTYPES = {t.__name__: np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64)}
-#: The forward, the gradient behind it, and both as one call after the other.
+#: The forward, the gradient after it, and both calls one after the other.
 PASSES = ("fwd", "bwd", "fwd+bwd")
 PRECISIONS = ("ieee", "tf32")
 #: Options of a score that are arrays.
@@ -31,9 +31,9 @@ ARRAY_OPTIONS = (
     "key_bias",
 )
 _OF_PAIRS = tuple(name for name, (_, core) in ARRAYS.items() if core == "mn")
-#: Two forms of one option: a value for each pair, or one for each key.
+#: Two forms of one option: a value for each pair of query and key, or for each key.
 _BIASES = {"bias", "key_bias"}
-#: Kernels of all gradients.
+#: Kernels that compute dq, dk and dv in one pass.
 ONE_PASS = ("backward_sm90", "backward_pair_sm90")
 
 
@@ -63,7 +63,7 @@ def _is_tuple_of(right: Check) -> Check:
 
 
 _SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
-#: What each field may be, and the words for it.
+#: Check of each field, and the words for allowed values.
 _FIELDS: dict[str, tuple[Check, str]] = {
     **dict.fromkeys(_SIZES, (lambda value: _is_count(value) and value > 0, "a positive int")),
     "head_dim_v": (_is_count, "an int >= 0"),
@@ -87,7 +87,7 @@ _FIELDS: dict[str, tuple[Check, str]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """One shape with its options: all of a result row that is not a result.
+    """One shape with its options: everything in a row of results except the results.
 
     Examples
     --------
@@ -103,7 +103,7 @@ class Workload:
     seqlen_q: int
     seqlen_k: int
     head_dim: int
-    head_dim_v: int  # 0: logsumexp, which has no values
+    head_dim_v: int  # 0 for logsumexp, which has no values
     dtype: str
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
@@ -130,11 +130,11 @@ class Workload:
             raise wrong_value("arrays", "bias and key_bias", "one of them: a call has one bias")
 
     def sequences(self) -> list[Workload]:
-        """Every packed sequence as a call of its own."""
+        """Every packed sequence as a workload of its own."""
         return [dataclasses.replace(self, seqlen_q=n, seqlen_k=n, seqlens=()) for n in self.seqlens]
 
     def bounds(self) -> tuple[int | None, int | None]:
-        """Sides of the window that ``causal`` caps, no wider than arrays are long."""
+        """Sides of the window, limited by ``causal`` and by the lengths of the arrays."""
         left, right = self.window or (None, None)
         longest = max(self.seqlen_q, self.seqlen_k)
         return (
@@ -143,10 +143,10 @@ class Workload:
         )
 
     def visible_pairs(self) -> float:
-        """Query-key pairs that the call has to look at, per head.
+        """Number of visible query-key pairs per head.
 
-        Causal over equal lengths counts as one half, as publications do; every other mask by the
-        pairs themselves.
+        Causal with equal lengths counts as exactly one half, as in publications. For any other mask
+        the visible pairs are counted.
         """
         if self.seqlens:
             return sum(alone.visible_pairs() for alone in self.sequences())
@@ -157,13 +157,13 @@ class Workload:
         return float(seen_by(self, 1).rows())
 
     def flops(self, pass_: str) -> float:
-        """Floating-point operations by the field's count: backward is 2.5 times forward."""
+        """Floating-point operations as usually counted: backward is 2.5 times forward."""
         return self.kernel_flops("forward") * {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}[pass_]
 
     def kernel_flops(self, kernel: str, grads: str = "kv") -> float:
-        """Operations of the products that a kernel computes: "backward_dq_sm80".
+        """Operations of the products that a kernel, such as "backward_dq_sm80", computes.
 
-        ``grads`` says which of dk and dv a pass for them computes.
+        ``grads`` says which of dk and dv a pass of a dk/dv kernel computes.
         """
         d, d_v = self.head_dim, self.head_dim_v
         if kernel in ONE_PASS:
@@ -178,11 +178,11 @@ class Workload:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing but a causal mask or a window shapes the scores."""
+        """Whether only a causal mask or a window changes the scores."""
         return not numbers_of(self) and not self.arrays
 
     def input_bytes(self, pass_: str) -> int:
-        """Bytes that one call reads and writes at least."""
+        """The least number of bytes that one call reads and writes."""
         rows = self.heads_q * self.seqlen_q + self.heads_kv * self.seqlen_k
         forward = self.batch * rows * (self.head_dim + self.head_dim_v)
         return DTYPES[self.dtype].itemsize * forward * (1 if pass_ == "fwd" else 2)
@@ -205,15 +205,15 @@ class Workload:
         wide = {} if xp is np else {"dtype": np.float32}
 
         def drawn(shape: tuple[int, ...]) -> Array:
-            draw = random.standard_normal if shape[-1] else xp.zeros  # cuRAND may refuse nothing
+            draw = random.standard_normal if shape[-1] else xp.zeros  # cuRAND may refuse size 0
             return draw((copies, *shape), **wide).astype(DTYPES[self.dtype])
 
         return list(zip(*map(drawn, shapes), strict=True))
 
     def score_options(self, xp: ModuleType = np, *, filled: bool = True) -> dict[str, Any]:
-        """The keywords that cuflash gets; the values of arrays are the same every time.
+        """The option keywords of the call; the values of arrays are the same every time.
 
-        Unless they are to be ``filled``, arrays with a value for each pair take no memory.
+        Unless ``filled``, arrays with a value for each query-key pair take no memory.
         """
         given: dict[str, Any] = {"causal": True} if self.causal else {}
         given |= {"window": self.window} if self.window else {}
@@ -236,7 +236,7 @@ class Workload:
         if name in _BIASES:
             rows = m if name == "bias" else 1
             cast = random.standard_normal((rows, n), np.float32).astype(DTYPES[self.dtype])
-            # CuPy may not know the dtype, which ml_dtypes has: it moves bytes.
+            # CuPy may not know a dtype of ml_dtypes, so the array is copied as bytes.
             return cast if xp is np else xp.asarray(cast.view(np.uint8)).view(cast.dtype)
         if name == "segment_ids":
             return tuple(xp.asarray(np.arange(s) * 8 // s, np.int32) for s in (m, n))
@@ -250,9 +250,9 @@ class Workload:
         return xp.asarray(random.standard_normal(extents, np.float32))
 
     def problem(self) -> Problem:
-        """What validation makes of the call; no array is filled, and none takes memory.
+        """The validated problem of the call; no array is filled, and none takes memory.
 
-        Where packed sequences end is said by int32.
+        Packed sequences are described with int32 ``cu_seqlens``.
         """
         kind, batch = DTYPES[self.dtype], self.batch
         q = _unfilled((batch, self.heads_q, self.seqlen_q, self.head_dim), kind)
@@ -279,12 +279,12 @@ class Workload:
         return " ".join((*words, *self.arrays))
 
     def as_json(self) -> dict[str, Any]:
-        """The fields, in values that JSON knows."""
+        """The fields, as values that JSON supports."""
         return dict(json.loads(json.dumps(asdict(self))))
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Workload:
-        """The workload of :meth:`as_json`."""
+        """The inverse of :meth:`as_json`."""
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(fields) - known)
         if unknown:
@@ -297,18 +297,18 @@ class Workload:
         return cls(**given)
 
 
-Workload.__module__ = "cuflash.tuning"  # where it is public: pickles and errors say so
+Workload.__module__ = "cuflash.tuning"  # the public name, for pickles and errors
 #: Options of a score that are numbers.
 NUMBERS = tuple(o.name for o in of_stages() if o.number and hasattr(Workload, o.name))
 
 
 def numbers_of(work: Workload) -> dict[str, float]:
-    """The options that are numbers and present, by name."""
+    """The options that are numbers and are set, by name."""
     return {name: getattr(work, name) for name in NUMBERS if getattr(work, name)}
 
 
 def _unfilled(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Stand for an array in C order: what is read of it is its layout."""
+    """A placeholder for an array in C order, of which only the layout is read."""
     steps = list(itertools.accumulate(shape[:0:-1], int.__mul__, initial=dtype.itemsize))
     if steps[-1] * shape[0] >= 1 << 63:
         got = f"an array of {' x '.join(map(str, shape))}"
@@ -317,17 +317,17 @@ def _unfilled(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 class Seen(NamedTuple):
-    """Rows of the other side that each tile may see: from ``low`` to before ``high``."""
+    """For each tile, the rows of the other side that it may see: ``low`` up to before ``high``."""
 
     low: np.ndarray
     high: np.ndarray
 
     def rows(self) -> int:
-        """The rows that all tiles see, summed over tiles."""
+        """Number of visible rows, summed over tiles."""
         return int((self.high - self.low).sum())
 
     def in_blocks(self, block: int, end: int | None = None) -> int:
-        """The same in whole blocks, cut off at ``end``."""
+        """Number of rows in all blocks with visible rows, cut off at ``end``."""
         low, high = self.low // block * block, -(-self.high // block) * block
         if end is not None:
             high = np.minimum(high, end)
@@ -335,10 +335,10 @@ class Seen(NamedTuple):
 
 
 def seen_by(work: Workload, own: int, *, keys: bool = False) -> Seen:
-    """What each tile of ``own`` queries may see, or, of ``keys``, may be seen by."""
+    """The keys that each tile of ``own`` queries may see; with ``keys``, queries by key tile."""
     rows, others = work.seqlen_q, work.seqlen_k
     left, right = work.bounds()
-    if keys:  # a key sees queries as far ahead as a query sees keys behind
+    if keys:  # how far a query sees keys to its left is how far a key sees queries to its right
         rows, others, left, right = others, rows, right, left
     first = np.arange(0, rows, own)
     last = np.minimum(first + own, rows) - 1
