@@ -163,6 +163,29 @@ def test_a_rank_that_raises_within_a_call_ends_it_on_all(method):
             assert "rank 1 raised in the middle of a call: MemoryError: no memory" in str(error)
 
 
+@pytest.mark.parametrize("call", [forward, whole])
+@pytest.mark.parametrize("when", ["sent nothing", "sent"])
+def test_an_interrupt_in_the_handshake_ends_the_communicator(call, when):
+    """A rank that is interrupted and calls again must not be one message ahead of the other."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def run(comm):
+        whole(comm, forward(comm))
+        with pytest.MonkeyPatch.context() as patch:
+            if comm.rank == 0:
+                patch.setattr(comm, "agree" if when == "sent nothing" else "_received", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    call(comm)
+        call(comm)
+        return call(comm)
+
+    for error in in_threads(2, run):
+        assert isinstance(error, distributed.CommunicationError)
+        assert "rank 0 raised in the middle of a call: KeyboardInterrupt" in str(error), error
+
+
 def test_ranks_of_one_process_go_on_after_one_has_raised():
     comm, x = distributed.simulated(2), [X, X]
     formula = cuflash.ScoreMod(

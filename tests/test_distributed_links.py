@@ -102,6 +102,10 @@ def one():
     other.close()
 
 
+def no_memory(*_):
+    raise MemoryError("no memory is left")
+
+
 def swap(ranks, sent, got):
     """Send from rank 0 to rank 1."""
     ranks[0].wait(ranks[0].start({0: Exchange(((1, sent),), ())}))
@@ -119,7 +123,25 @@ def test_a_message_of_another_size_fails_on_both(two):
     with pytest.raises(distributed.CommunicationError, match="rank 0 sent 24 bytes, expected 16"):
         swap(two, np.ones(3), np.ones(2))
     with pytest.raises(distributed.CommunicationError, match="rank 0 sent 24 bytes"):
-        two[0]._received(1, _processes._DATA)
+        two[0]._received(1, _processes._DATA, 1)
+
+
+def test_a_message_of_another_operation_is_refused_on_both(two):
+    two[0].progress += 1  # as an operation that was interrupted
+    with pytest.raises(distributed.CommunicationError, match="rank 0 is at operation 2, rank 1 at"):
+        swap(two, np.ones(3), np.ones(3))
+    with pytest.raises(distributed.CommunicationError, match="their calls do not match"):
+        two[0].agree({0: b""})
+
+
+def test_a_handshake_without_memory_reaches_the_other_rank(two, monkeypatch):
+    monkeypatch.setattr(two[1], "_received", no_memory)
+    with pytest.raises(MemoryError):
+        two[1].agree({1: b""})
+    with two[0]._changed:
+        two[0]._changed.wait_for(lambda: two[0]._failure, timeout=5)
+    with pytest.raises(distributed.CommunicationError, match=r"rank 1 raised .* MemoryError"):
+        two[0].agree({0: b""})
 
 
 def test_a_rank_that_left_is_not_missed_by_who_needs_nothing_of_it(one):

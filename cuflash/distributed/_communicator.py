@@ -13,8 +13,8 @@ Messages of one rank to another arrive in the order in which their exchanges lis
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +121,20 @@ class Communicator(ABC):
         """Bytes that a rank's device can still give; None where nobody has to ask."""
         del rank
         return None
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Context of a whole call, from the first comparison to the results.
+
+        An interrupt (Ctrl-C) within it ends the communicator: other ranks have made this call, or
+        wait in it, and would take this rank's next call for a part of it.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.give_up(error)
+            raise
 
     def give_up(self, error: BaseException) -> None:  # noqa: B027
         """An own rank has raised in the middle of a call, which can never end on the others."""

@@ -62,7 +62,8 @@ class Processes(Communicator):
         self._links = links
         self._locks = {other: threading.Lock() for other in links}
         self._changed = threading.Condition()
-        self._inbox: dict[tuple[int, int], deque[bytearray]] = defaultdict(deque)
+        #: By rank and kind: the sender's progress and the payload of each message.
+        self._inbox: dict[tuple[int, int], deque[tuple[int, bytearray]]] = defaultdict(deque)
         self._seen = dict.fromkeys(links, time.monotonic())
         self._progress_of = dict.fromkeys(links, 0)
         self._left: set[int] = set()
@@ -89,12 +90,16 @@ class Processes(Communicator):
         """What every rank says."""
         own = facts[self.rank]
         self.progress += 1
-        for other in self._links:
-            self._send(other, _FACTS, own)
-        return [
-            own if other == self.rank else bytes(self._received(other, _FACTS))
-            for other in range(self.size)
-        ]
+        try:
+            for other in self._links:
+                self._send(other, _FACTS, own)
+            return [
+                own if r == self.rank else bytes(self._received(r, _FACTS, self.progress))
+                for r in range(self.size)
+            ]
+        except MemoryError as error:
+            self.give_up(error)
+            raise
 
     def start(self, exchanges: Mapping[int, Exchange]) -> Any:
         """Send; what is received is taken in the meantime, and handed over by :meth:`wait`."""
@@ -104,12 +109,13 @@ class Processes(Communicator):
             payload = memoryview(array.reshape(-1).view(np.uint8))
             self.sent += len(payload)
             self._send(other, _DATA, payload)
-        return exchange
+        return self.progress, exchange
 
-    def wait(self, ticket: Exchange) -> None:
+    def wait(self, ticket: tuple[int, Exchange]) -> None:
         """Fill the arrays that receive."""
-        for other, array in ticket.receives:
-            payload = self._received(other, _DATA)
+        number, exchange = ticket
+        for other, array in exchange.receives:
+            payload = self._received(other, _DATA, number)
             if len(payload) != array.nbytes:
                 text = f"rank {other} sent {len(payload)} bytes, expected {array.nbytes}"
                 self.fail(other, text)
@@ -178,7 +184,7 @@ class Processes(Communicator):
     def _send(self, other: int, kind: int, payload: Any) -> None:
         self.check()
         try:
-            frame = _FRAME.pack(kind, 0, len(payload))
+            frame = _FRAME.pack(kind, self.progress, len(payload))
             with self._locks[other]:
                 if len(payload) < _ONE_PACKET:
                     self._links[other].sendall(frame + payload)
@@ -209,8 +215,8 @@ class Processes(Communicator):
         finally:
             self._locks[other].release()
 
-    def _received(self, other: int, kind: int) -> bytearray:
-        """The next message of a kind from a rank."""
+    def _received(self, other: int, kind: int, number: int) -> bytearray:
+        """The next message of a kind from a rank, which has to be of operation ``number``."""
         deadline = time.monotonic() + self.op_timeout
         with self._changed:
             box = self._inbox[other, kind]
@@ -220,10 +226,17 @@ class Processes(Communicator):
                 if other in self._left or left <= 0:
                     break
                 self._changed.wait(min(left, 1.0))
-            if box:
-                return box.popleft()
+            sent, payload = box.popleft() if box else (None, bytearray())
             gone = other in self._left
-        if gone:
+        if sent in (number, 0):  # versions up to 0.2.0 send 0: the handshake names the version
+            return payload
+        if sent is not None:
+            text = (
+                f"rank {other} is at operation {sent}, rank {self.rank} at {number}: their calls "
+                "do not match, for instance since one was interrupted"
+            )
+            self.fail(None, text)
+        elif gone:
             self.fail(other, f"rank {other} has left, and rank {self.rank} waits for it")
         else:
             what = f"rank {self.rank} waited {self.op_timeout:g} s for rank {other}"
@@ -250,7 +263,7 @@ class Processes(Communicator):
                     break
                 else:
                     with self._changed:
-                        self._inbox[other, kind].append(payload)
+                        self._inbox[other, kind].append((number, payload))
                         self._changed.notify_all()
         except (OSError, ValueError, KeyError):
             self._ended(other)
