@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -184,6 +186,49 @@ def test_an_interrupt_in_the_handshake_ends_the_communicator(call, when):
     for error in in_threads(2, run):
         assert isinstance(error, distributed.CommunicationError)
         assert "rank 0 raised in the middle of a call: KeyboardInterrupt" in str(error), error
+
+
+@pytest.mark.parametrize("call", [forward, whole])
+def test_a_call_in_a_second_thread_is_refused(call):
+    """Messages of two calls at a time have one queue, so each would take the other's rows."""
+
+    def run(comm):
+        errors = []
+
+        def second(score, *_):
+            thread = threading.Thread(target=attempt)
+            thread.start()
+            thread.join(10)
+            return score
+
+        def attempt():
+            try:
+                call(comm)
+            except Exception as error:
+                errors.append(error)
+
+        host = second if comm.rank == 0 else lambda score, *_: score
+        formula = cuflash.ScoreMod("score", grad="1.0f", host=host, host_grad=lambda s, *_: s)
+        with pytest.raises(distributed.CommunicationError, match="expected one call at a time"):
+            whole(comm, forward(comm, score_mod=formula, method="ring"))
+        return errors
+
+    first, other = in_threads(2, run)
+    assert first
+    assert isinstance(first[0], RuntimeError), first
+    assert str(first[0]).startswith("comm: got a call in a second thread of rank 0"), first
+    assert other == []
+
+
+def test_a_call_in_a_second_thread_of_simulated_ranks_is_refused():
+    comm, x = distributed.simulated(2), [X, X]
+    with (
+        comm.call(),
+        ThreadPoolExecutor() as pool,
+        pytest.raises(RuntimeError, match=r"^comm: got"),
+    ):
+        pool.submit(distributed.unshard, x, comm=comm).result(10)
+    assert distributed.unshard(x, comm=comm)[0].shape == (2, 16, 4)
 
 
 def test_ranks_of_one_process_go_on_after_one_has_raised():

@@ -69,6 +69,8 @@ def attention(
         dropout where ranks have fewer than 32 rows.
     CommunicationError
         Where a rank is dead or stuck, has refused the call, or raised within it.
+    RuntimeError
+        For a call while another thread is in a call of the same communicator.
 
     Examples
     --------

@@ -12,6 +12,7 @@ Messages of one rank to another arrive in the order in which their exchanges lis
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -96,6 +97,7 @@ class Communicator(ABC):
         self.size, self.in_lists = size, rank is None
         self.ranks: tuple[int, ...] = tuple(range(size)) if rank is None else (rank,)
         self.agreements = Agreements()
+        self._calling = threading.Lock()  # held during a call
 
     def agree(self, facts: Mapping[int, bytes]) -> list[bytes]:
         """What every rank says, in order of ranks; ``facts`` has what own ranks say."""
@@ -127,14 +129,24 @@ class Communicator(ABC):
         """Context of a whole call, from the first comparison to the results.
 
         An interrupt (Ctrl-C) within it ends the communicator: other ranks have made this call, or
-        wait in it, and would take this rank's next call for a part of it.
+        wait in it, and would take this rank's next call for a part of it. A call in a second thread
+        ends it, too: no rank knows with which of two calls another rank has begun.
         """
+        if not self._calling.acquire(blocking=False):
+            ranks = "all ranks" if self.in_lists else f"rank {self.ranks[0]}"
+            refused = RuntimeError(
+                f"comm: got a call in a second thread of {ranks}, expected one call at a time"
+            )
+            self.give_up(refused)
+            raise refused
         try:
             yield
         except BaseException as error:
             if not isinstance(error, Exception):
                 self.give_up(error)
             raise
+        finally:
+            self._calling.release()
 
     def give_up(self, error: BaseException) -> None:  # noqa: B027
         """An own rank has raised in the middle of a call, which can never end on the others."""
