@@ -144,6 +144,20 @@ def test_a_handshake_without_memory_reaches_the_other_rank(two, monkeypatch):
         two[0].agree({0: b""})
 
 
+def test_a_reader_without_memory_names_its_own_rank(two, monkeypatch):
+    def room(number):
+        return no_memory() if number == 1000 else bytearray(number)
+
+    monkeypatch.setattr(_processes, "bytearray", room, raising=False)
+    with pytest.raises(distributed.CommunicationError, match=r"rank 1 raised .*: no memory") as own:
+        swap(two, np.ones(1000, np.uint8), np.ones(1000, np.uint8))
+    with pytest.raises(
+        distributed.CommunicationError, match=r"rank 1 raised .*: no memory"
+    ) as told:
+        two[0].agree({0: b""})
+    assert own.value.rank == told.value.rank == 1
+
+
 def test_a_rank_that_left_is_not_missed_by_who_needs_nothing_of_it(one):
     rank, other = one
     other.sendall(_processes._FRAME.pack(_processes._LEAVING, 0, 0))

@@ -267,6 +267,8 @@ class Processes(Communicator):
                         self._changed.notify_all()
         except (OSError, ValueError, KeyError):
             self._ended(other)
+        except Exception as error:  # no memory for a message: this rank fails, not the other
+            self.give_up(error)
         with self._changed:
             self._left.add(other)
             self._changed.notify_all()
