@@ -208,6 +208,38 @@ def test_a_long_message_is_a_sign_of_life(one):
     np.testing.assert_array_equal(got, np.arange(10))
 
 
+def suspended(rank, seconds):
+    """Keep the threads of a rank from running, as SIGSTOP does, or C that holds the GIL."""
+    with rank._changed:
+        time.sleep(seconds)
+
+
+def test_ranks_that_were_suspended_together_go_on(one):
+    rank, other = one
+    for _ in range(2):
+        suspended(rank, 1.5)  # longer than a rank may be silent
+        other.sendall(_processes._FRAME.pack(_processes._LIFE, 1, 0))
+        time.sleep(0.3)
+        rank.check()
+    with rank._changed:
+        rank._changed.wait_for(lambda: rank._failure, timeout=10)
+    with pytest.raises(distributed.CommunicationError, match="rank 1 gave no sign of life for 1 s"):
+        rank.check()
+
+
+def test_an_operation_does_not_time_out_while_all_ranks_are_suspended(two):
+    rank, answers = two[0], []
+    rank.op_timeout = 1.5
+    thread = threading.Thread(target=lambda: answers.append(rank.agree({0: b"first"})))
+    thread.start()
+    time.sleep(0.1)
+    suspended(rank, 1.8)
+    time.sleep(0.1)
+    two[1].agree({1: b"second"})
+    thread.join(10)
+    assert answers == [[b"first", b"second"]]
+
+
 # --- ranks of one process --------------------------------------------------------------------
 
 

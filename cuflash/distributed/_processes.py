@@ -217,15 +217,16 @@ class Processes(Communicator):
 
     def _received(self, other: int, kind: int, number: int) -> bytearray:
         """The next message of a kind from a rank, which has to be of operation ``number``."""
-        deadline = time.monotonic() + self.op_timeout
+        left, turn = self.op_timeout, min(1.0, self.op_timeout / 4)
         with self._changed:
             box = self._inbox[other, kind]
             while not box:
                 self.check()
-                left = deadline - time.monotonic()
                 if other in self._left or left <= 0:
                     break
-                self._changed.wait(min(left, 1.0))
+                began = time.monotonic()
+                self._changed.wait(min(left, turn))
+                left -= min(time.monotonic() - began, turn)  # longer: this process was suspended
             sent, payload = box.popleft() if box else (None, bytearray())
             gone = other in self._left
         if sent in (number, 0):  # versions up to 0.2.0 send 0: the handshake names the version
@@ -292,12 +293,17 @@ class Processes(Communicator):
 
     def _pulse(self) -> None:
         every = min(2.0, self._liveness / 5, self.op_timeout / 4)
+        now = time.monotonic()
         while True:
+            before = now
             with self._changed:
                 if self._changed.wait_for(lambda: self._failure or self._closed, timeout=every):
                     return
                 here = [other for other in self._links if other not in self._left]
             now = time.monotonic()
+            if now - before > self._liveness / 2:
+                # This process was suspended, or C code held the GIL: signs of life may be unread.
+                self._seen.update(dict.fromkeys(here, now))
             for other in here:
                 if now - self._seen[other] > self._liveness:
                     text = f"rank {other} gave no sign of life for {self._liveness:g} s"
