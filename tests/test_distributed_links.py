@@ -189,6 +189,28 @@ def test_a_closed_communicator_says_so(two):
         two[0].agree({0: b""})
 
 
+def test_closing_takes_as_long_for_many_ranks_as_for_one():
+    """No other rank closes, and close() leaves neither threads nor sockets."""
+    pairs = [socket.socketpair() for _ in range(12)]
+    links = {other: own for other, (own, _) in enumerate(pairs, start=1)}
+    rank = _processes.Processes(0, 13, links, **LIMITS)
+    began = time.monotonic()
+    rank.close()
+    assert time.monotonic() - began < 6 * _processes._GRACE
+    assert not any(thread.is_alive() for thread in rank._threads)
+    for _, end in pairs:
+        kind, *_ = _processes._FRAME.unpack(end.recv(_processes._FRAME.size))
+        assert (kind, end.recv(1)) == (_processes._LEAVING, b"")
+        end.close()
+
+
+def test_who_sends_to_a_rank_that_has_closed_learns_that_it_left(two):
+    two[1].close()
+    with pytest.raises(distributed.CommunicationError, match="rank 1 has left") as found:
+        two[0].start({0: Exchange(((1, np.ones(3)),), ())})
+    assert found.value.rank == 1
+
+
 def test_a_message_beyond_all_bounds_is_not_waited_for(one):
     rank, other = one
     other.sendall(_processes._FRAME.pack(_processes._FACTS, 0, 1 << 40))

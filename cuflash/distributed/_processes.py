@@ -172,12 +172,16 @@ class Processes(Communicator):
             self._changed.notify_all()
         for other in self._links:
             self._tell(other, _LEAVING, 0, b"", _GRACE)
-        for link in self._links.values():
-            with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_WR)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=_GRACE)
+        # Readers of links that other ranks close, too, end at the first shutdown, the others at the
+        # second. Who closes at once could take from the others what they have not read yet.
+        for how in (socket.SHUT_WR, socket.SHUT_RDWR):
+            for link in self._links.values():
+                with contextlib.suppress(OSError):
+                    link.shutdown(how)
+            deadline = time.monotonic() + _GRACE
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join(max(0.0, deadline - time.monotonic()))
         for link in self._links.values():
             link.close()
 
@@ -286,10 +290,16 @@ class Processes(Communicator):
         return found
 
     def _ended(self, other: int) -> None:
-        """A connection ended without a word; another rank may have had a reason that it tells."""
+        """A connection ended; that rank may have left, or another rank may tell why it failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or self._closed, timeout=_GRACE)
-        self.fail(other, f"rank {other} died: its connection to rank {self.rank} ended")
+            self._changed.wait_for(
+                lambda: self._failure or self._closed or other in self._left, timeout=_GRACE
+            )
+            gone = other in self._left
+        if gone:
+            self.fail(other, f"rank {other} has left, and rank {self.rank} sends to it")
+        else:
+            self.fail(other, f"rank {other} died: its connection to rank {self.rank} ended")
 
     def _pulse(self) -> None:
         every = min(2.0, self._liveness / 5, self.op_timeout / 4)
