@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,6 +32,7 @@ _MOST_FACTS = 1 << 24
 _ONE_PACKET = 1 << 12  # bytes that are copied behind their frame rather than sent by themselves
 _GRACE = 0.25  # seconds in which others may tell who failed first
 _NO_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
+_ALL: weakref.WeakSet[Processes] = weakref.WeakSet()  # of this process
 
 
 class Processes(Communicator):
@@ -41,6 +44,8 @@ class Processes(Communicator):
         This one.
     sent : int
         Bytes of arrays sent so far.
+    forked : bool
+        Whether this process is a forked child, which cannot use its parent's communicator.
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class Processes(Communicator):
         liveness_timeout: float,
     ) -> None:
         super().__init__(size, rank)
-        self.rank, self.sent = rank, 0
+        self.rank, self.sent, self.forked = rank, 0, False
         self.op_timeout, self._liveness = op_timeout, liveness_timeout
         #: Called once where a rank has failed, by any thread.
         self.on_failure: Callable[[], None] = lambda: None
@@ -69,6 +74,7 @@ class Processes(Communicator):
         self._left: set[int] = set()
         self._failure: CommunicationError | None = None
         self._closed = False
+        _ALL.add(self)
         self._threads = [self._begun(f"reads rank {other}", self._read, other) for other in links]
         self._threads.append(self._begun("lives", self._pulse))
 
@@ -182,6 +188,20 @@ class Processes(Communicator):
             for thread in self._threads:
                 if thread is not threading.current_thread():
                     thread.join(max(0.0, deadline - time.monotonic()))
+        for link in self._links.values():
+            link.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close its descriptors, which does not end the parent's connections.
+
+        No thread runs here that could release a lock which it held in the parent.
+        """
+        self._changed, self._calling = threading.Condition(), threading.Lock()
+        self._closed = self.forked = True
+        text = (
+            f"this process was forked from rank {self.rank}, which alone can use the communicator"
+        )
+        self._failure = CommunicationError(text)
         for link in self._links.values():
             link.close()
 
@@ -319,3 +339,12 @@ class Processes(Communicator):
                     text = f"rank {other} gave no sign of life for {self._liveness:g} s"
                     self.fail(other, text)
                 self._tell(other, _LIFE, self.progress, b"")
+
+
+def _forked() -> None:
+    for each in list(_ALL):
+        each.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
