@@ -135,7 +135,8 @@ class Communicator(ABC):
         if not self._calling.acquire(blocking=False):
             ranks = "all ranks" if self.in_lists else f"rank {self.ranks[0]}"
             refused = RuntimeError(
-                f"comm: got a call in a second thread of {ranks}, expected one call at a time"
+                f"comm: got a call of {ranks} during another one, for instance in a second thread, "
+                "expected one call at a time"
             )
             self.give_up(refused)
             raise refused
