@@ -82,6 +82,29 @@ def leaves(comm):
     rounds(comm)
 
 
+def forks(comm):
+    """Use and close the communicator in a child of rank 1, which lives on; the parent goes on."""
+    q = distributed.shard(arrays()[0], comm=comm)
+    if comm.rank == 1:
+        parent = os.getpid()
+        if os.fork() == 0:
+            try:
+                distributed.attention(q, q, q, comm=comm)
+            except distributed.CommunicationError as error:
+                print("child", error, flush=True)
+            comm.close()
+            os.close(1)
+            os.close(2)
+            while os.getppid() == parent:
+                time.sleep(0.1)
+            time.sleep(4)  # the other rank has to learn at once that rank 1 died
+            os._exit(0)
+        time.sleep(0.5)
+    distributed.attention(q, q, q, comm=comm)
+    print("right", flush=True)
+    rounds(comm, 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
 def main(case, rank, size, address):
     """Run a case, and print the error that it raised and the seconds that passed until then."""
     begin = time.monotonic()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -161,6 +163,72 @@ def test_a_rank_that_raises_within_a_call_ends_it_on_all(method):
         for error in later if rank == 1 else [first, *later]:
             assert error.rank == 1
             assert "rank 1 raised in the middle of a call: MemoryError: no memory" in str(error)
+
+
+@pytest.mark.parametrize("call", [forward, whole])
+@pytest.mark.parametrize("when", ["sent nothing", "sent"])
+def test_an_interrupt_in_the_handshake_ends_the_communicator(call, when):
+    """A rank that is interrupted and calls again must not be one message ahead of the other."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def run(comm):
+        whole(comm, forward(comm))
+        with pytest.MonkeyPatch.context() as patch:
+            if comm.rank == 0:
+                patch.setattr(comm, "agree" if when == "sent nothing" else "_received", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    call(comm)
+        call(comm)
+        return call(comm)
+
+    for error in in_threads(2, run):
+        assert isinstance(error, distributed.CommunicationError)
+        assert "rank 0 raised in the middle of a call: KeyboardInterrupt" in str(error), error
+
+
+@pytest.mark.parametrize("call", [forward, whole])
+def test_a_call_in_a_second_thread_is_refused(call):
+    """Messages of two calls at a time have one queue, so each would take the other's rows."""
+
+    def run(comm):
+        errors = []
+
+        def second(score, *_):
+            thread = threading.Thread(target=attempt)
+            thread.start()
+            thread.join(10)
+            return score
+
+        def attempt():
+            try:
+                call(comm)
+            except Exception as error:
+                errors.append(error)
+
+        host = second if comm.rank == 0 else lambda score, *_: score
+        formula = cuflash.ScoreMod("score", grad="1.0f", host=host, host_grad=lambda s, *_: s)
+        with pytest.raises(distributed.CommunicationError, match="expected one call at a time"):
+            whole(comm, forward(comm, score_mod=formula, method="ring"))
+        return errors
+
+    first, other = in_threads(2, run)
+    assert first
+    assert isinstance(first[0], RuntimeError), first
+    assert str(first[0]).startswith("comm: got a call of rank 0 during another one"), first
+    assert other == []
+
+
+def test_a_call_in_a_second_thread_of_simulated_ranks_is_refused():
+    comm, x = distributed.simulated(2), [X, X]
+    with (
+        comm.call(),
+        ThreadPoolExecutor() as pool,
+        pytest.raises(RuntimeError, match=r"^comm: got"),
+    ):
+        pool.submit(distributed.unshard, x, comm=comm).result(10)
+    assert distributed.unshard(x, comm=comm)[0].shape == (2, 16, 4)
 
 
 def test_ranks_of_one_process_go_on_after_one_has_raised():

@@ -102,6 +102,10 @@ def one():
     other.close()
 
 
+def no_memory(*_):
+    raise MemoryError("no memory is left")
+
+
 def swap(ranks, sent, got):
     """Send from rank 0 to rank 1."""
     ranks[0].wait(ranks[0].start({0: Exchange(((1, sent),), ())}))
@@ -119,7 +123,39 @@ def test_a_message_of_another_size_fails_on_both(two):
     with pytest.raises(distributed.CommunicationError, match="rank 0 sent 24 bytes, expected 16"):
         swap(two, np.ones(3), np.ones(2))
     with pytest.raises(distributed.CommunicationError, match="rank 0 sent 24 bytes"):
-        two[0]._received(1, _processes._DATA)
+        two[0]._received(1, _processes._DATA, 1)
+
+
+def test_a_message_of_another_operation_is_refused_on_both(two):
+    two[0].progress += 1  # as an operation that was interrupted
+    with pytest.raises(distributed.CommunicationError, match="rank 0 is at operation 2, rank 1 at"):
+        swap(two, np.ones(3), np.ones(3))
+    with pytest.raises(distributed.CommunicationError, match="their calls do not match"):
+        two[0].agree({0: b""})
+
+
+def test_a_handshake_without_memory_reaches_the_other_rank(two, monkeypatch):
+    monkeypatch.setattr(two[1], "_received", no_memory)
+    with pytest.raises(MemoryError):
+        two[1].agree({1: b""})
+    with two[0]._changed:
+        two[0]._changed.wait_for(lambda: two[0]._failure, timeout=5)
+    with pytest.raises(distributed.CommunicationError, match=r"rank 1 raised .* MemoryError"):
+        two[0].agree({0: b""})
+
+
+def test_a_reader_without_memory_names_its_own_rank(two, monkeypatch):
+    def room(number):
+        return no_memory() if number == 1000 else bytearray(number)
+
+    monkeypatch.setattr(_processes, "bytearray", room, raising=False)
+    with pytest.raises(distributed.CommunicationError, match=r"rank 1 raised .*: no memory") as own:
+        swap(two, np.ones(1000, np.uint8), np.ones(1000, np.uint8))
+    with pytest.raises(
+        distributed.CommunicationError, match=r"rank 1 raised .*: no memory"
+    ) as told:
+        two[0].agree({0: b""})
+    assert own.value.rank == told.value.rank == 1
 
 
 def test_a_rank_that_left_is_not_missed_by_who_needs_nothing_of_it(one):
@@ -153,6 +189,28 @@ def test_a_closed_communicator_says_so(two):
         two[0].agree({0: b""})
 
 
+def test_closing_takes_as_long_for_many_ranks_as_for_one():
+    """No other rank closes, and close() leaves neither threads nor sockets."""
+    pairs = [socket.socketpair() for _ in range(12)]
+    links = {other: own for other, (own, _) in enumerate(pairs, start=1)}
+    rank = _processes.Processes(0, 13, links, **LIMITS)
+    began = time.monotonic()
+    rank.close()
+    assert time.monotonic() - began < 6 * _processes._GRACE
+    assert not any(thread.is_alive() for thread in rank._threads)
+    for _, end in pairs:
+        kind, *_ = _processes._FRAME.unpack(end.recv(_processes._FRAME.size))
+        assert (kind, end.recv(1)) == (_processes._LEAVING, b"")
+        end.close()
+
+
+def test_who_sends_to_a_rank_that_has_closed_learns_that_it_left(two):
+    two[1].close()
+    with pytest.raises(distributed.CommunicationError, match="rank 1 has left") as found:
+        two[0].start({0: Exchange(((1, np.ones(3)),), ())})
+    assert found.value.rank == 1
+
+
 def test_a_message_beyond_all_bounds_is_not_waited_for(one):
     rank, other = one
     other.sendall(_processes._FRAME.pack(_processes._FACTS, 0, 1 << 40))
@@ -170,6 +228,38 @@ def test_a_long_message_is_a_sign_of_life(one):
     got = np.empty(10, np.uint8)
     rank.wait(rank.start({0: Exchange((), ((1, got),))}))
     np.testing.assert_array_equal(got, np.arange(10))
+
+
+def suspended(rank, seconds):
+    """Keep the threads of a rank from running, as SIGSTOP does, or C that holds the GIL."""
+    with rank._changed:
+        time.sleep(seconds)
+
+
+def test_ranks_that_were_suspended_together_go_on(one):
+    rank, other = one
+    for _ in range(2):
+        suspended(rank, 1.5)  # longer than a rank may be silent
+        other.sendall(_processes._FRAME.pack(_processes._LIFE, 1, 0))
+        time.sleep(0.3)
+        rank.check()
+    with rank._changed:
+        rank._changed.wait_for(lambda: rank._failure, timeout=10)
+    with pytest.raises(distributed.CommunicationError, match="rank 1 gave no sign of life for 1 s"):
+        rank.check()
+
+
+def test_an_operation_does_not_time_out_while_all_ranks_are_suspended(two):
+    rank, answers = two[0], []
+    rank.op_timeout = 1.5
+    thread = threading.Thread(target=lambda: answers.append(rank.agree({0: b"first"})))
+    thread.start()
+    time.sleep(0.1)
+    suspended(rank, 1.8)
+    time.sleep(0.1)
+    two[1].agree({1: b"second"})
+    thread.join(10)
+    assert answers == [[b"first", b"second"]]
 
 
 # --- ranks of one process --------------------------------------------------------------------

@@ -123,6 +123,16 @@ def test_processes_exchange_over_nccl(fake):
     assert sorted(e for e in fake.log if e[0] == "abort") == [("abort", 0), ("abort", 1)]
 
 
+def test_a_forked_child_leaves_the_gpu_to_its_parent(fake):
+    def run(rank, comm):
+        comm.control.forked = True
+        comm.close()
+        comm.control.forked = False
+        return comm._aborted.is_set()
+
+    assert of_two_ranks(run) == [False, False]
+
+
 def test_arrays_of_an_exchange_are_not_kept_until_the_gpu_has_done_it(fake):
     """Arrays of an exchange are freed once it is launched, or those of all steps would pile up."""
     fake.frozen = True

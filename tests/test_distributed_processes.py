@@ -127,3 +127,21 @@ def test_a_wrong_secret_is_refused():
     assert (
         "ranks that did not connect in time: 1; 1 connections were refused" in raised(lines[0])[2]
     )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_neither_uses_nor_ends_the_communicator():
+    """The connections of rank 1 end when it is killed, though its child lives."""
+    processes = started("forks", 2)
+    failing = processes.pop(1)
+    try:
+        lines = told(processes)[0]
+        out, _ = failing.communicate(timeout=20)
+    finally:
+        failing.kill()
+        failing.communicate()
+    _, rank, text, _ = raised(lines)
+    assert (lines[0], rank) == ("right", "1"), lines
+    assert "died: its connection to rank 0 ended" in text
+    parent = "child this process was forked from rank 1, which alone can use the communicator"
+    assert parent in out.splitlines()

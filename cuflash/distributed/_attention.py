@@ -69,6 +69,8 @@ def attention(
         for dropout if ranks have fewer than 32 rows.
     CommunicationError
         If a rank is dead or stuck, has refused the call, or has raised an error during it.
+    RuntimeError
+        If another thread is in a call of the same communicator.
 
     Examples
     --------

@@ -12,9 +12,10 @@ Messages from one rank to another arrive in the order in which their exchanges l
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +97,7 @@ class Communicator(ABC):
         self.size, self.in_lists = size, rank is None
         self.ranks: tuple[int, ...] = tuple(range(size)) if rank is None else (rank,)
         self.agreements = Agreements()
+        self._calling = threading.Lock()  # held during a call
 
     def agree(self, facts: Mapping[int, bytes]) -> list[bytes]:
         """Return the facts of all ranks, in order of ranks; ``facts`` has those of own ranks."""
@@ -121,6 +123,31 @@ class Communicator(ABC):
         """Bytes still free on a rank's GPU; None on the CPU."""
         del rank
         return None
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Context of a whole call, from the first comparison to the results.
+
+        An interrupt (Ctrl-C) within it ends the communicator: other ranks have made this call, or
+        wait in it, and would take this rank's next call for a part of it. A call in a second thread
+        ends it, too: no rank knows with which of two calls another rank has begun.
+        """
+        if not self._calling.acquire(blocking=False):
+            ranks = "all ranks" if self.in_lists else f"rank {self.ranks[0]}"
+            refused = RuntimeError(
+                f"comm: got a call of {ranks} during another one, for instance in a second thread, "
+                "expected one call at a time"
+            )
+            self.give_up(refused)
+            raise refused
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.give_up(error)
+            raise
+        finally:
+            self._calling.release()
 
     def give_up(self, error: BaseException) -> None:  # noqa: B027
         """Called when an own rank raised during a call, which then cannot end on other ranks."""

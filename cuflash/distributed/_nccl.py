@@ -155,6 +155,8 @@ class Nccl(NcclDevices):
 
     def close(self) -> None:
         """Leave, without waiting for other ranks."""
+        if self.control.forked:
+            return  # the GPU and its communicator are the parent's
         if not self._aborted.is_set():
             with self._gpu.on():
                 imported_cupy().cuda.get_current_stream().synchronize()

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,6 +33,7 @@ _MOST_FACTS = 1 << 24
 _ONE_PACKET = 1 << 12  # bytes; shorter payloads are copied behind their frame and sent with it
 _GRACE = 0.25  # seconds in which other ranks may tell which rank failed first
 _NO_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
+_ALL: weakref.WeakSet[Processes] = weakref.WeakSet()  # of this process
 
 
 class Processes(Communicator):
@@ -42,6 +45,8 @@ class Processes(Communicator):
         The rank of this process.
     sent : int
         Bytes of arrays sent so far.
+    forked : bool
+        Whether this process is a forked child, which cannot use its parent's communicator.
     """
 
     def __init__(
@@ -54,7 +59,7 @@ class Processes(Communicator):
         liveness_timeout: float,
     ) -> None:
         super().__init__(size, rank)
-        self.rank, self.sent = rank, 0
+        self.rank, self.sent, self.forked = rank, 0, False
         self.op_timeout, self._liveness = op_timeout, liveness_timeout
         #: Called once when a rank has failed, by any thread.
         self.on_failure: Callable[[], None] = lambda: None
@@ -63,12 +68,14 @@ class Processes(Communicator):
         self._links = links
         self._locks = {other: threading.Lock() for other in links}
         self._changed = threading.Condition()
-        self._inbox: dict[tuple[int, int], deque[bytearray]] = defaultdict(deque)
+        #: By rank and kind: the sender's progress and the payload of each message.
+        self._inbox: dict[tuple[int, int], deque[tuple[int, bytearray]]] = defaultdict(deque)
         self._seen = dict.fromkeys(links, time.monotonic())
         self._progress_of = dict.fromkeys(links, 0)
         self._left: set[int] = set()
         self._failure: CommunicationError | None = None
         self._closed = False
+        _ALL.add(self)
         self._threads = [self._begun(f"reads rank {other}", self._read, other) for other in links]
         self._threads.append(self._begun("lives", self._pulse))
 
@@ -90,12 +97,16 @@ class Processes(Communicator):
         """Return the facts of all ranks."""
         own = facts[self.rank]
         self.progress += 1
-        for other in self._links:
-            self._send(other, _FACTS, own)
-        return [
-            own if other == self.rank else bytes(self._received(other, _FACTS))
-            for other in range(self.size)
-        ]
+        try:
+            for other in self._links:
+                self._send(other, _FACTS, own)
+            return [
+                own if r == self.rank else bytes(self._received(r, _FACTS, self.progress))
+                for r in range(self.size)
+            ]
+        except MemoryError as error:
+            self.give_up(error)
+            raise
 
     def start(self, exchanges: Mapping[int, Exchange]) -> Any:
         """Send. Threads receive in the meantime; :meth:`wait` copies into the arrays."""
@@ -105,12 +116,13 @@ class Processes(Communicator):
             payload = memoryview(array.reshape(-1).view(np.uint8))
             self.sent += len(payload)
             self._send(other, _DATA, payload)
-        return exchange
+        return self.progress, exchange
 
-    def wait(self, ticket: Exchange) -> None:
+    def wait(self, ticket: tuple[int, Exchange]) -> None:
         """Fill the arrays to receive."""
-        for other, array in ticket.receives:
-            payload = self._received(other, _DATA)
+        number, exchange = ticket
+        for other, array in exchange.receives:
+            payload = self._received(other, _DATA, number)
             if len(payload) != array.nbytes:
                 text = f"rank {other} sent {len(payload)} bytes, expected {array.nbytes}"
                 self.fail(other, text)
@@ -167,19 +179,37 @@ class Processes(Communicator):
             self._changed.notify_all()
         for other in self._links:
             self._tell(other, _LEAVING, 0, b"", _GRACE)
+        # Readers of links that other ranks close, too, end at the first shutdown, the others at the
+        # second. Who closes at once could take from the others what they have not read yet.
+        for how in (socket.SHUT_WR, socket.SHUT_RDWR):
+            for link in self._links.values():
+                with contextlib.suppress(OSError):
+                    link.shutdown(how)
+            deadline = time.monotonic() + _GRACE
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join(max(0.0, deadline - time.monotonic()))
         for link in self._links.values():
-            with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_WR)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=_GRACE)
+            link.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close its descriptors, which does not end the parent's connections.
+
+        No thread runs here that could release a lock which it held in the parent.
+        """
+        self._changed, self._calling = threading.Condition(), threading.Lock()
+        self._closed = self.forked = True
+        text = (
+            f"this process was forked from rank {self.rank}, which alone can use the communicator"
+        )
+        self._failure = CommunicationError(text)
         for link in self._links.values():
             link.close()
 
     def _send(self, other: int, kind: int, payload: Any) -> None:
         self.check()
         try:
-            frame = _FRAME.pack(kind, 0, len(payload))
+            frame = _FRAME.pack(kind, self.progress, len(payload))
             with self._locks[other]:
                 if len(payload) < _ONE_PACKET:
                     self._links[other].sendall(frame + payload)
@@ -210,21 +240,29 @@ class Processes(Communicator):
         finally:
             self._locks[other].release()
 
-    def _received(self, other: int, kind: int) -> bytearray:
-        """Wait for the next message of a kind from a rank."""
-        deadline = time.monotonic() + self.op_timeout
+    def _received(self, other: int, kind: int, number: int) -> bytearray:
+        """Wait for the next message of a kind from a rank: it must be of operation ``number``."""
+        left, turn = self.op_timeout, min(1.0, self.op_timeout / 4)
         with self._changed:
             box = self._inbox[other, kind]
             while not box:
                 self.check()
-                left = deadline - time.monotonic()
                 if other in self._left or left <= 0:
                     break
-                self._changed.wait(min(left, 1.0))
-            if box:
-                return box.popleft()
+                began = time.monotonic()
+                self._changed.wait(min(left, turn))
+                left -= min(time.monotonic() - began, turn)  # longer: this process was suspended
+            sent, payload = box.popleft() if box else (None, bytearray())
             gone = other in self._left
-        if gone:
+        if sent in (number, 0):  # versions up to 0.2.0 send 0: the handshake names the version
+            return payload
+        if sent is not None:
+            text = (
+                f"rank {other} is at operation {sent}, rank {self.rank} at {number}: their calls "
+                "do not match, for instance since one was interrupted"
+            )
+            self.fail(None, text)
+        elif gone:
             self.fail(other, f"rank {other} has left, and rank {self.rank} waits for it")
         else:
             what = f"rank {self.rank} waited {self.op_timeout:g} s for rank {other}"
@@ -251,10 +289,12 @@ class Processes(Communicator):
                     break
                 else:
                     with self._changed:
-                        self._inbox[other, kind].append(payload)
+                        self._inbox[other, kind].append((number, payload))
                         self._changed.notify_all()
         except (OSError, ValueError, KeyError):
             self._ended(other)
+        except Exception as error:  # no memory for a message: this rank fails, not the other
+            self.give_up(error)
         with self._changed:
             self._left.add(other)
             self._changed.notify_all()
@@ -271,21 +311,41 @@ class Processes(Communicator):
         return found
 
     def _ended(self, other: int) -> None:
-        """A connection ended without a message: first let other ranks tell the cause."""
+        """A connection ended; that rank may have left, or another rank may tell why it failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or self._closed, timeout=_GRACE)
-        self.fail(other, f"rank {other} died: its connection to rank {self.rank} ended")
+            self._changed.wait_for(
+                lambda: self._failure or self._closed or other in self._left, timeout=_GRACE
+            )
+            gone = other in self._left
+        if gone:
+            self.fail(other, f"rank {other} has left, and rank {self.rank} sends to it")
+        else:
+            self.fail(other, f"rank {other} died: its connection to rank {self.rank} ended")
 
     def _pulse(self) -> None:
         every = min(2.0, self._liveness / 5, self.op_timeout / 4)
+        now = time.monotonic()
         while True:
+            before = now
             with self._changed:
                 if self._changed.wait_for(lambda: self._failure or self._closed, timeout=every):
                     return
                 here = [other for other in self._links if other not in self._left]
             now = time.monotonic()
+            if now - before > self._liveness / 2:
+                # This process was suspended, or C code held the GIL: signs of life may be unread.
+                self._seen.update(dict.fromkeys(here, now))
             for other in here:
                 if now - self._seen[other] > self._liveness:
                     text = f"rank {other} sent no heartbeat for {self._liveness:g} s"
                     self.fail(other, text)
                 self._tell(other, _LIFE, self.progress, b"")
+
+
+def _forked() -> None:
+    for each in list(_ALL):
+        each.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

@@ -17,7 +17,7 @@ from cuflash.distributed._communicator import (
     drive,
 )
 from cuflash.distributed._handshake import agreed, as_given, held_rows, own_of, recalled
-from cuflash.distributed._layout import checked_layout, positions
+from cuflash.distributed._layout import Chunks, checked_layout, positions
 from cuflash.distributed._share import Group, rows_back, rows_first
 
 
@@ -107,17 +107,18 @@ def unshard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -
         alike |= {"x without rows": f"{array.dtype} {others}"}
         return {"alike": alike, "rows": rows}, array
 
-    recalled(comm, {})  # attention() begins with this: a rank that calls it gets a clear error
-    facts, arrays = agreed(comm, facts_of)
-    held = held_rows("x", [f["rows"] for f in facts], layout)
-
-    def schedule(rank: int) -> Schedule:
-        wire, group = rows_first(arrays[rank], axis), Group(rank, range(comm.size), held)
+    def schedule(rank: int, array: Array, held: tuple[Chunks, ...]) -> Schedule:
+        wire, group = rows_first(array, axis), Group(rank, range(comm.size), held)
         exchange, whole = group.gather(lambda _: wire)
         yield Wait((yield exchange))
         return rows_back(whole, axis)
 
-    return as_given(comm, drive(comm, {rank: schedule(rank) for rank in comm.ranks}))
+    with comm.call():
+        recalled(comm, {})  # others may be in attention(), which begins like this
+        facts, arrays = agreed(comm, facts_of)
+        held = held_rows("x", [f["rows"] for f in facts], layout)
+        found = drive(comm, {rank: schedule(rank, a, held) for rank, a in arrays.items()})
+        return as_given(comm, found)
 
 
 def _checked_axis(axis: Any, array: Array) -> int:

@@ -162,23 +162,24 @@ def run(
             return forward(share, *groups)
         return backward(share, *groups, call.saved, call.wanted)
 
-    calls: dict[int, Call] = {}
-    keys: dict[int, Any] = {}
-    for rank in comm.ranks:
-        with contextlib.suppress(Exception), comm.on(rank):  # agreed() raises it, on all ranks
-            calls[rank] = call_of(rank)
-            key = calls[rank].key()
-            hash(key)  # raises if an argument is not hashable
-            keys[rank] = key
-    known: dict[int, _Known] = recalled(comm, keys)
-    if not known:
-        known, calls = _agreed(comm, lambda rank: calls.get(rank) or call_of(rank))
-        remember(comm, keys, known)
-    results = drive(comm, {r: schedule(r, calls[r], known[r]) for r in comm.ranks})
-    for rank, found in results.items():
-        with comm.on(rank):
-            results[rank] = finished(calls[rank], found)
-    return as_given(comm, results)
+    with comm.call():
+        calls: dict[int, Call] = {}
+        keys: dict[int, Any] = {}
+        for rank in comm.ranks:
+            with contextlib.suppress(Exception), comm.on(rank):  # agreed() raises it, on all ranks
+                calls[rank] = call_of(rank)
+                key = calls[rank].key()
+                hash(key)  # raises if an argument is not hashable
+                keys[rank] = key
+        known: dict[int, _Known] = recalled(comm, keys)
+        if not known:
+            known, calls = _agreed(comm, lambda rank: calls.get(rank) or call_of(rank))
+            remember(comm, keys, known)
+        results = drive(comm, {r: schedule(r, calls[r], known[r]) for r in comm.ranks})
+        for rank, found in results.items():
+            with comm.on(rank):
+                results[rank] = finished(calls[rank], found)
+        return as_given(comm, results)
 
 
 def _agreed(
