@@ -32,7 +32,7 @@ def test_a_rank_0_without_the_secret_is_refused():
     def answer():
         with listener, listener.accept()[0] as link:
             link.sendall(secrets.token_bytes(32))
-            _links._exactly(link, 64)
+            _links._exactly(link, 64, _links.Deadline(5.0))
             link.sendall(secrets.token_bytes(32))
 
     listener = socket.create_server(("127.0.0.1", 0))
@@ -59,13 +59,83 @@ def meeting(size, ranks, timeout=20.0):
     return address, found, threads
 
 
-def test_a_stranger_who_says_nothing_holds_up_nobody(monkeypatch):
-    monkeypatch.setattr(_links, "_STRANGER", 1.0)
+def trickle(link, ended):
+    """Send a byte now and then; return whether the other end refuses before the event."""
+    try:
+        while not ended.wait(0.1):
+            link.sendall(b"x")
+    except OSError:
+        return True
+    return False
+
+
+def test_a_stranger_who_sends_a_byte_now_and_then_is_refused(monkeypatch):
+    monkeypatch.setattr(_links, "_STRANGER", 0.5)
     address, found, (first, second) = meeting(2, [0, 1])
     first.start()
     with contextlib.closing(socket.socket()) as stranger:
         while stranger.connect_ex(address):
             time.sleep(0.01)
+        late = threading.Event()
+        timer = threading.Timer(4.0, late.set)  # 64 bytes would take 6 seconds
+        timer.start()
+        assert trickle(stranger, late)
+        timer.cancel()
+    second.start()
+    first.join(30)
+    second.join(30)
+    assert sorted(found) == [[0], [1]]
+
+
+def test_a_rank_comes_while_a_stranger_says_nothing(monkeypatch):
+    monkeypatch.setattr(_links, "_STRANGER", 60.0)
+    address, found, (first, second) = meeting(2, [0, 1], timeout=5.0)
+    first.start()
+    with contextlib.closing(socket.socket()) as stranger:
+        while stranger.connect_ex(address):
+            time.sleep(0.01)
+        second.start()
+        first.join(30)
+        second.join(30)
+    assert sorted(found) == [[0], [1]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_bytes_that_come_one_by_one_do_not_put_off_the_deadline(rank):
+    address, ended = ("127.0.0.1", _launchers.free_port()), threading.Event()
+
+    def other():
+        with contextlib.ExitStack() as held:
+            if rank == 0:
+                link = held.enter_context(socket.socket())
+                while link.connect_ex(address):
+                    time.sleep(0.01)
+            else:
+                listener = held.enter_context(socket.create_server(address))
+                link = held.enter_context(listener.accept()[0])
+            trickle(link, ended)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    begin = time.monotonic()
+    with pytest.raises(distributed.CommunicationError, match="in time") as found:
+        _links.joined(rank, 2, address, b"a secret", 1.0)
+    assert time.monotonic() - begin < 4  # 64 bytes would take 6 seconds
+    assert found.value.rank == 1 - rank
+    ended.set()
+    thread.join(30)
+
+
+def test_strangers_in_any_number_do_not_keep_ranks_out(monkeypatch):
+    """Where too many connections have no proof, the oldest ends."""
+    monkeypatch.setattr(_links, "_STRANGERS", 3)
+    address, found, (first, second) = meeting(2, [0, 1])
+    first.start()
+    with contextlib.ExitStack() as held:
+        for _ in range(9):
+            stranger = held.enter_context(socket.socket())
+            while stranger.connect_ex(address):
+                time.sleep(0.01)
         second.start()
         first.join(30)
         second.join(30)
@@ -79,7 +149,7 @@ def test_two_ranks_of_one_number():
     for thread in threads:
         thread.join(30)
     assert len(found) == 3
-    assert all("rank 1 is there twice" in text for text in found), found
+    assert all("rank 1 joined twice, or is not one of 3 ranks" in text for text in found), found
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 Rank 0 listens at an address that all know. The others connect to it, tell where they listen
 themselves, and get the table; then each connects to the ranks below it. Both ends of a connection
 prove by HMAC-SHA256 of the other's random challenge that they know the secret, before a byte of
-anything else is read. Nothing is unpickled, and every step has a deadline.
+anything else is read. Nothing is unpickled. Every step has a deadline, however slowly bytes come,
+and a stranger's connection holds up no other.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ import hashlib
 import hmac
 import json
 import secrets
+import selectors
 import socket
 import struct
 import time
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from cuflash.distributed._communicator import CommunicationError
 
-_CHALLENGE = 32
+_CHALLENGE = _PROOF = 32  # bytes
 _HELLO = struct.Struct("!I")
 _MOST = 1 << 16  # bytes of a message about who is where
 _RETRY = 0.05
-_STRANGER = 5.0  # seconds, in which others wait for one that may not know the secret
+_STRANGER = 5.0  # seconds in which a connection has to prove that it knows the secret
+_STRANGERS = 64  # so many connections beside one for each rank may be open without a proof
 
 
 class Deadline:
@@ -42,6 +46,10 @@ class Deadline:
     def over(self) -> bool:
         """Whether it has passed."""
         return time.monotonic() >= self._end
+
+
+#: Yields how many bytes it wants, and until when. Returns the hello of the other end.
+_Greeting = Generator[tuple[int, Deadline], bytes, dict[str, Any]]
 
 
 class WrongSecretError(CommunicationError):
@@ -68,47 +76,158 @@ def joined(
     return meeting.links
 
 
+class _Caller:
+    """A connection that has not said hello yet."""
+
+    def __init__(self, greeting: _Greeting) -> None:
+        self._greeting, self._found = greeting, bytearray()
+        self._wanted, self.deadline = next(greeting)
+
+    def read(self, link: socket.socket) -> dict[str, Any] | None:
+        """Read the bytes that have come; the hello once it is complete."""
+        try:
+            part = link.recv(self._wanted - len(self._found))
+        except BlockingIOError:
+            return None
+        if not part:
+            raise ConnectionError("the other end closed the connection")
+        self._found += part
+        if len(self._found) == self._wanted:
+            found, self._found = bytes(self._found), bytearray()
+            try:
+                self._wanted, self.deadline = self._greeting.send(found)
+            except StopIteration as end:
+                hello: dict[str, Any] = end.value
+                return hello
+        return None
+
+
+class _Door:
+    """A listener that hears all connections at once, so that a silent one holds up no other."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        greeting: Callable[[socket.socket], _Greeting],
+        most: int,
+        deadline: Deadline,
+    ) -> None:
+        self._listener, self._greeting, self._most = listener, greeting, most
+        self._deadline = deadline
+        self._callers: dict[socket.socket, _Caller] = {}
+        self.refused: list[str] = []
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, listener)
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._listener.getsockname()[1])
+
+    def next_link(self) -> tuple[socket.socket, dict[str, Any]]:
+        """The next connection that knows the secret, and its hello; TimeoutError if none comes."""
+        while not self._deadline.over:
+            ends = [self._deadline, *(caller.deadline for caller in self._callers.values())]
+            for key, _ in self._selector.select(min(end.left for end in ends)):
+                link: socket.socket = key.data
+                if link is self._listener:
+                    self._accept()
+                elif link in self._callers:
+                    hello = self._heard(link)
+                    if hello is not None:
+                        return link, hello
+            for link, caller in list(self._callers.items()):
+                if caller.deadline.over:
+                    self._refuse(link, "no proof in time")
+        raise TimeoutError
+
+    def close(self) -> None:
+        """End the connections that have not said hello."""
+        for link in self._callers:
+            link.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            link, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):  # it has gone again
+            return
+        link.setblocking(False)
+        try:
+            caller = _Caller(self._greeting(link))
+        except OSError as error:
+            self.refused.append(str(error))
+            link.close()
+            return
+        unproved = [
+            known for known, one in self._callers.items() if one.deadline is not self._deadline
+        ]
+        if len(unproved) >= self._most:
+            self._refuse(unproved[0], "too many connections without a proof")
+        self._callers[link] = caller
+        self._selector.register(link, selectors.EVENT_READ, link)
+
+    def _heard(self, link: socket.socket) -> dict[str, Any] | None:
+        try:
+            hello = self._callers[link].read(link)
+        except (OSError, ValueError, CommunicationError) as error:
+            self._refuse(link, str(error) or type(error).__name__)
+            return None
+        if hello is not None:
+            self._forget(link)
+        return hello
+
+    def _refuse(self, link: socket.socket, why: str) -> None:
+        self.refused.append(why)
+        self._forget(link)
+        link.close()
+
+    def _forget(self, link: socket.socket) -> None:
+        self._selector.unregister(link)
+        del self._callers[link]
+
+
 class _Meeting:
     """One rank while ranks look for each other."""
 
     def __init__(self, rank: int, size: int, secret: bytes, deadline: Deadline) -> None:
         self._rank, self._size, self._secret, self._deadline = rank, size, secret, deadline
         self.links: dict[int, socket.socket] = {}
-        self._refused: list[str] = []
 
     def gather_all(self, address: tuple[str, int]) -> None:
         """What rank 0 does: wait for all, then tell all where the others are."""
         places: dict[str, Any] = {}
         size = self._size
-        with _listening(address, size) as listener:
+        with self._door(address) as door:
             while len(self.links) < size - 1:
-                link, found = self._accepted(listener)
+                link, found = self._accepted(door)
                 other, problem = found.get("rank"), ""
                 if found.get("size") != size:
                     problem = (
                         f"rank {other} was told of {found.get('size')} ranks, rank 0 of {size}"
                     )
                 elif not isinstance(other, int) or not 0 < other < size or other in self.links:
-                    problem = f"rank {other} is there twice, or is none of {size} ranks"
+                    problem = f"rank {other} joined twice, or is not one of {size} ranks"
                 if problem or other is None:
                     for known in (link, *self.links.values()):
-                        _tell(known, {"error": problem})
+                        _tell(known, {"error": problem}, self._deadline)
                     link.close()
                     raise CommunicationError(problem)
                 self.links[other] = link
                 places[str(other)] = [found["host"], found["port"]]
         for link in self.links.values():
-            _tell(link, {"places": places})
+            _tell(link, {"places": places}, self._deadline)
 
     def join(self, address: tuple[str, int]) -> None:
         """What another rank does: report to rank 0, connect to ranks below, accept ranks above."""
         first = self.links[0] = self._connected(0, address)
         host, hello = first.getsockname()[0], {"rank": self._rank, "size": self._size}
-        with _listening((host, 0), self._size) as listener:
-            _tell(first, hello | {"host": host, "port": listener.getsockname()[1]})
-            first.settimeout(self._deadline.left)
+        with self._door((host, 0)) as door:
+            _tell(first, hello | {"host": host, "port": door.port}, self._deadline)
             try:
-                found = _told(first)
+                (length,) = _HELLO.unpack(_exactly(first, _HELLO.size, self._deadline))
+                found = _message(_exactly(first, _checked(length), self._deadline))
             except OSError as error:
                 text = f"rank {self._rank} waited for other ranks, which did not all come"
                 raise CommunicationError(text) from error
@@ -117,36 +236,41 @@ class _Meeting:
             for other in range(1, self._rank):
                 host, port = found["places"][str(other)]
                 self.links[other] = self._connected(other, (host, port))
-                _tell(self.links[other], hello)
+                _tell(self.links[other], hello, self._deadline)
             while len(self.links) < self._size - 1:
-                link, theirs = self._accepted(listener)
+                link, theirs = self._accepted(door)
                 self.links[theirs["rank"]] = link
 
-    def _accepted(self, listener: socket.socket) -> tuple[socket.socket, dict[str, Any]]:
+    @contextlib.contextmanager
+    def _door(self, address: tuple[str, int]) -> Iterator[_Door]:
+        most = self._size + _STRANGERS
+        with (
+            _listening(address, self._size) as listener,
+            contextlib.closing(_Door(listener, self._greeting, most, self._deadline)) as door,
+        ):
+            yield door
+
+    def _greeting(self, link: socket.socket) -> _Greeting:
+        """What another rank has to send."""
+        soon, nonce = Deadline(min(self._deadline.left, _STRANGER)), secrets.token_bytes(_CHALLENGE)
+        link.sendall(nonce)
+        found = yield _CHALLENGE + _PROOF, soon
+        theirs, proof = found[:_CHALLENGE], found[_CHALLENGE:]
+        if not hmac.compare_digest(proof, self._proof(b"connect", nonce, theirs)):
+            raise WrongSecretError("a wrong secret")
+        link.sendall(self._proof(b"listen", theirs, nonce))
+        (length,) = _HELLO.unpack((yield _HELLO.size, self._deadline))
+        return _message((yield _checked(length), self._deadline))
+
+    def _accepted(self, door: _Door) -> tuple[socket.socket, dict[str, Any]]:
         """The next connection that knows the secret, and its hello."""
-        while not self._deadline.over:
-            listener.settimeout(self._deadline.left)
-            try:
-                link, _ = listener.accept()
-            except TimeoutError:
-                break
-            link.settimeout(min(self._deadline.left, _STRANGER))
-            try:
-                nonce = secrets.token_bytes(_CHALLENGE)
-                link.sendall(nonce)
-                theirs, proof = _exactly(link, _CHALLENGE), _exactly(link, 32)
-                if not hmac.compare_digest(proof, self._proof(b"connect", nonce, theirs)):
-                    raise WrongSecretError("a wrong secret")
-                link.sendall(self._proof(b"listen", theirs, nonce))
-                return link, _told(link)
-            except (OSError, ValueError, CommunicationError) as error:
-                self._refused.append(str(error) or type(error).__name__)
-                link.close()
+        with contextlib.suppress(TimeoutError):
+            return door.next_link()
         low = self._rank + 1  # ranks above this one come to it
         missing = [rank for rank in range(low, self._size) if rank not in self.links]
         text = f"ranks that did not come in time: {', '.join(map(str, missing))}"
-        if self._refused:
-            text += f"; {len(self._refused)} connections were refused ({self._refused[-1]})"
+        if door.refused:
+            text += f"; {len(door.refused)} connections were refused ({door.refused[-1]})"
         raise CommunicationError(text, missing[0])
 
     def _connected(self, other: int, address: tuple[str, int]) -> socket.socket:
@@ -161,10 +285,11 @@ class _Meeting:
                     raise CommunicationError(text, other) from error
                 time.sleep(min(_RETRY, self._deadline.left))
         try:
-            link.settimeout(self._deadline.left)
-            theirs, nonce = _exactly(link, _CHALLENGE), secrets.token_bytes(_CHALLENGE)
+            theirs = _exactly(link, _CHALLENGE, self._deadline)
+            nonce = secrets.token_bytes(_CHALLENGE)
             link.sendall(nonce + self._proof(b"connect", theirs, nonce))
-            if not hmac.compare_digest(_exactly(link, 32), self._proof(b"listen", nonce, theirs)):
+            answer = _exactly(link, _PROOF, self._deadline)
+            if not hmac.compare_digest(answer, self._proof(b"listen", nonce, theirs)):
                 raise WrongSecretError(f"rank {other} does not know the secret", other)
         except TimeoutError as error:
             link.close()
@@ -197,10 +322,13 @@ def _listening(address: tuple[str, int], backlog: int) -> Any:
         yield listener
 
 
-def _exactly(link: socket.socket, number: int) -> bytes:
-    """So many bytes; ConnectionError where the other end closes before."""
+def _exactly(link: socket.socket, number: int, deadline: Deadline) -> bytes:
+    """So many bytes; TimeoutError at the deadline, ConnectionError where the other end closes."""
     found = bytearray()
     while len(found) < number:
+        if deadline.over:
+            raise TimeoutError("timed out")
+        link.settimeout(deadline.left)
         part = link.recv(number - len(found))
         if not part:
             raise ConnectionError("the other end closed the connection")
@@ -208,19 +336,23 @@ def _exactly(link: socket.socket, number: int) -> bytes:
     return bytes(found)
 
 
-def _tell(link: socket.socket, message: dict[str, Any]) -> None:
+def _tell(link: socket.socket, message: dict[str, Any], deadline: Deadline) -> None:
     """Send a small message; nobody may be left to read it."""
     text = json.dumps(message).encode()
+    link.settimeout(deadline.left)  # for all bytes together
     with contextlib.suppress(OSError):
         link.sendall(_HELLO.pack(len(text)) + text)
 
 
-def _told(link: socket.socket) -> dict[str, Any]:
-    """A small message."""
-    (length,) = _HELLO.unpack(_exactly(link, _HELLO.size))
+def _checked(length: int) -> int:
+    """The length of a message, if it is small."""
     if length > _MOST:
         raise ValueError(f"a message of {length} bytes")
-    found = json.loads(_exactly(link, length))
+    return length
+
+
+def _message(text: bytes) -> dict[str, Any]:
+    found = json.loads(text)
     if not isinstance(found, dict):
         raise ValueError("a message that is no table")
     return found
