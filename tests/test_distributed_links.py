@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import struct
 import threading
 import time
 
@@ -124,6 +125,42 @@ def test_bytes_that_come_one_by_one_do_not_put_off_the_deadline(rank):
     assert found.value.rank == 1 - rank
     ended.set()
     thread.join(30)
+
+
+@pytest.mark.parametrize("heard", [0, 64])
+def test_a_connection_that_ends_is_tried_again(heard):
+    """Rank 0 resets the first connection, before or after rank 1 has sent its proof."""
+    address, found, (first, second) = meeting(2, [0, 1])
+    with socket.create_server(address) as listener:
+        second.start()
+        with listener.accept()[0] as link:
+            link.sendall(secrets.token_bytes(32))
+            _links._exactly(link, heard, _links.Deadline(5.0))
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    first.start()
+    first.join(30)
+    second.join(30)
+    assert sorted(found) == [[0], [1]]
+
+
+def test_a_rank_that_is_slow_to_prove_comes_in_the_end(monkeypatch):
+    """Rank 0 ends its first connection, since the proof takes longer than _STRANGER."""
+    monkeypatch.setattr(_links, "_STRANGER", 0.5)
+    prove, times = _links._Meeting._proof, []
+
+    def slow(meeting, role, *given):
+        if role == b"connect" and meeting._rank == 1 and not times:
+            times.append(time.sleep(1.0))
+        return prove(meeting, role, *given)
+
+    monkeypatch.setattr(_links._Meeting, "_proof", slow)
+    _, found, threads = meeting(2, [0, 1])
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(found) == [[0], [1]]
+    assert times
 
 
 def test_strangers_in_any_number_do_not_keep_ranks_out(monkeypatch):

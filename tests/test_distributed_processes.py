@@ -121,7 +121,8 @@ def test_a_missing_rank_is_named():
 
 def test_a_wrong_secret_is_refused():
     lines = told(started("wrong secret", 2))
-    kind, _, text, _ = raised(lines[1])
+    kind, _, text, seconds = raised(lines[1])
     assert kind == "WrongSecretError"
-    assert "its secret is another one" in text
+    assert "rank 0 does not know the secret, or is of another run" in text
+    assert seconds < 1
     assert "ranks that did not come in time: 1; 1 connections were refused" in raised(lines[0])[2]

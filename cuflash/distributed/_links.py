@@ -257,6 +257,7 @@ class _Meeting:
         found = yield _CHALLENGE + _PROOF, soon
         theirs, proof = found[:_CHALLENGE], found[_CHALLENGE:]
         if not hmac.compare_digest(proof, self._proof(b"connect", nonce, theirs)):
+            link.sendall(bytes(_PROOF))  # no proof: the other end need not try again
             raise WrongSecretError("a wrong secret")
         link.sendall(self._proof(b"listen", theirs, nonce))
         (length,) = _HELLO.unpack((yield _HELLO.size, self._deadline))
@@ -274,35 +275,34 @@ class _Meeting:
         raise CommunicationError(text, missing[0])
 
     def _connected(self, other: int, address: tuple[str, int]) -> socket.socket:
-        """A connection to a rank that may not listen yet."""
+        """A connection to a rank, which may not listen yet or may end a connection that is slow."""
+        place = f"{address[0]}:{address[1]}"
         while True:
-            try:
-                link = socket.create_connection(address, timeout=self._deadline.left)
-                break
-            except OSError as error:
-                if self._deadline.over:
-                    text = f"rank {other} cannot be reached at {address[0]}:{address[1]} ({error})"
-                    raise CommunicationError(text, other) from error
-                time.sleep(min(_RETRY, self._deadline.left))
-        try:
-            theirs = _exactly(link, _CHALLENGE, self._deadline)
-            nonce = secrets.token_bytes(_CHALLENGE)
-            link.sendall(nonce + self._proof(b"connect", theirs, nonce))
-            answer = _exactly(link, _PROOF, self._deadline)
-            if not hmac.compare_digest(answer, self._proof(b"listen", nonce, theirs)):
-                raise WrongSecretError(f"rank {other} does not know the secret", other)
-        except TimeoutError as error:
-            link.close()
-            text = f"rank {other} did not answer in time at {address[0]}:{address[1]}"
-            raise CommunicationError(text, other) from error
-        except OSError as error:
-            link.close()
-            text = f"rank {other} refused the connection: its secret is another one"
-            raise WrongSecretError(text, other) from error
-        except CommunicationError:
-            link.close()
-            raise
-        return link
+            problem = f"rank {other} cannot be reached at {place}"
+            with contextlib.ExitStack() as held:
+                try:
+                    link = held.enter_context(
+                        socket.create_connection(address, timeout=self._deadline.left)
+                    )
+                    problem = f"rank {other} did not answer in time at {place}"
+                    self._prove(link, other)
+                    held.pop_all()
+                    return link
+                except OSError as error:
+                    if self._deadline.over:
+                        raise CommunicationError(f"{problem} ({error})", other) from error
+            time.sleep(min(_RETRY, self._deadline.left))
+
+    def _prove(self, link: socket.socket, other: int) -> None:
+        """Prove to a rank that listens that this one knows the secret, and check its proof."""
+        theirs = _exactly(link, _CHALLENGE, self._deadline)
+        nonce = secrets.token_bytes(_CHALLENGE)
+        link.sendall(nonce + self._proof(b"connect", theirs, nonce))
+        answer = _exactly(link, _PROOF, self._deadline)
+        if not hmac.compare_digest(answer, self._proof(b"listen", nonce, theirs)):
+            raise WrongSecretError(
+                f"rank {other} does not know the secret, or is of another run", other
+            )
 
     def _proof(self, role: bytes, first: bytes, second: bytes) -> bytes:
         return hmac.new(self._secret, role + first + second, hashlib.sha256).digest()
