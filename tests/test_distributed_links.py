@@ -143,6 +143,30 @@ def test_a_connection_that_ends_is_tried_again(heard):
     assert sorted(found) == [[0], [1]]
 
 
+def test_a_socket_that_is_connected_to_itself_is_no_rank_0(monkeypatch):
+    """A system may give a connection the very port to which it goes, if nobody listens there."""
+    _, found, (first, second) = meeting(2, [0, 1])
+    create, own = socket.create_connection, []
+
+    def to_itself(address, timeout):
+        if own:
+            return create(address, timeout)
+        own.append(socket.socket())
+        own[0].bind(address)
+        own[0].connect(address)
+        return own[0]
+
+    monkeypatch.setattr(_links.socket, "create_connection", to_itself)
+    second.start()
+    while not own or own[0].fileno() >= 0:  # until it is closed
+        time.sleep(0.01)
+        assert second.is_alive()
+    first.start()
+    first.join(30)
+    second.join(30)
+    assert sorted(found) == [[0], [1]]
+
+
 def test_a_rank_that_is_slow_to_prove_comes_in_the_end(monkeypatch):
     """Rank 0 ends its first connection, since the proof takes longer than _STRANGER."""
     monkeypatch.setattr(_links, "_STRANGER", 0.5)

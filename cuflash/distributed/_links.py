@@ -284,6 +284,7 @@ class _Meeting:
                     link = held.enter_context(
                         socket.create_connection(address, timeout=self._deadline.left)
                     )
+                    _require_other_end(link)
                     problem = f"rank {other} did not answer in time at {place}"
                     self._prove(link, other)
                     held.pop_all()
@@ -320,6 +321,18 @@ def _listening(address: tuple[str, int], backlog: int) -> Any:
             text = f"nobody can listen at {address[0]}:{address[1]} ({error.strerror or error})"
             raise CommunicationError(text) from error
         yield listener
+
+
+def _require_other_end(link: socket.socket) -> None:
+    """Raise ConnectionError for a socket that is connected to itself.
+
+    Where nobody listens yet at a port from which the system takes ports of connections, a
+    connection to that port may be given the port itself.
+    """
+    if link.getsockname() == link.getpeername():
+        # Without a wait for late packets, so that rank 0 can listen at the port at once.
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raise ConnectionError("the connection has no other end")
 
 
 def _exactly(link: socket.socket, number: int, deadline: Deadline) -> bytes:
