@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import socket
 import struct
@@ -201,6 +202,16 @@ def test_strangers_in_any_number_do_not_keep_ranks_out(monkeypatch):
         first.join(30)
         second.join(30)
     assert sorted(found) == [[0], [1]]
+
+
+@pytest.mark.parametrize("size", [2, 2048, 65536])
+def test_where_all_ranks_are_fits_into_a_message(size):
+    meeting = _links._Meeting(1, size, b"a secret", _links.Deadline(5.0))
+    host = "fe80:1111:2222:3333:4444:5555:6666:7777%ethernet0"
+    of_one = json.dumps({str(size - 1): [host, 65535]})
+    assert meeting._checked(len('{"places": {}}') + size * len(of_one))
+    with pytest.raises(ValueError, match="a message of"):
+        meeting._checked(size * 1024)
 
 
 def test_two_ranks_of_one_number():

@@ -25,7 +25,7 @@ from cuflash.distributed._communicator import CommunicationError
 
 _CHALLENGE = _PROOF = 32  # bytes
 _HELLO = struct.Struct("!I")
-_MOST = 1 << 16  # bytes of a message about who is where
+_MOST = 1 << 9  # bytes for each rank, of a message about who is where
 _RETRY = 0.05
 _STRANGER = 5.0  # seconds in which a connection has to prove that it knows the secret
 _STRANGERS = 64  # so many connections beside one for each rank may be open without a proof
@@ -59,7 +59,9 @@ class WrongSecretError(CommunicationError):
 def joined(
     rank: int, size: int, address: tuple[str, int], secret: bytes, timeout: float
 ) -> dict[int, socket.socket]:
-    """Connections to all other ranks, by rank."""
+    """Connections to all other ranks, by rank; a single rank needs no port."""
+    if size == 1:
+        return {}
     meeting = _Meeting(rank, size, secret, Deadline(timeout))
     try:
         if rank == 0:
@@ -227,7 +229,7 @@ class _Meeting:
             _tell(first, hello | {"host": host, "port": door.port}, self._deadline)
             try:
                 (length,) = _HELLO.unpack(_exactly(first, _HELLO.size, self._deadline))
-                found = _message(_exactly(first, _checked(length), self._deadline))
+                found = _message(_exactly(first, self._checked(length), self._deadline))
             except OSError as error:
                 text = f"rank {self._rank} waited for other ranks, which did not all come"
                 raise CommunicationError(text) from error
@@ -261,7 +263,7 @@ class _Meeting:
             raise WrongSecretError("a wrong secret")
         link.sendall(self._proof(b"listen", theirs, nonce))
         (length,) = _HELLO.unpack((yield _HELLO.size, self._deadline))
-        return _message((yield _checked(length), self._deadline))
+        return _message((yield self._checked(length), self._deadline))
 
     def _accepted(self, door: _Door) -> tuple[socket.socket, dict[str, Any]]:
         """The next connection that knows the secret, and its hello."""
@@ -304,6 +306,12 @@ class _Meeting:
             raise WrongSecretError(
                 f"rank {other} does not know the secret, or is of another run", other
             )
+
+    def _checked(self, length: int) -> int:
+        """The length of a message, if it is small."""
+        if length > _MOST * self._size:
+            raise ValueError(f"a message of {length} bytes")
+        return length
 
     def _proof(self, role: bytes, first: bytes, second: bytes) -> bytes:
         return hmac.new(self._secret, role + first + second, hashlib.sha256).digest()
@@ -355,13 +363,6 @@ def _tell(link: socket.socket, message: dict[str, Any], deadline: Deadline) -> N
     link.settimeout(deadline.left)  # for all bytes together
     with contextlib.suppress(OSError):
         link.sendall(_HELLO.pack(len(text)) + text)
-
-
-def _checked(length: int) -> int:
-    """The length of a message, if it is small."""
-    if length > _MOST:
-        raise ValueError(f"a message of {length} bytes")
-    return length
 
 
 def _message(text: bytes) -> dict[str, Any]:
