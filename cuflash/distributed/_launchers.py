@@ -228,7 +228,7 @@ def from_devices(devices: Any, /, *, transport: str = "auto") -> Communicator:
     numbers = devices_of(devices)
     peers = transport != "nccl" and are_peers(numbers)
     if transport == "copy" and not peers:
-        wrong = f"GPUs {shown(list(numbers))}, of which some cannot reach another's memory"
+        wrong = f"GPUs {shown(list(numbers))}, some of which are not peers"
         raise wrong_value("devices", wrong, 'peers for transport="copy"', 'use transport="nccl"')
     if peers:
         return Peers(numbers)
