@@ -737,7 +737,7 @@ def test_warm_leaves_out_what_its_help_says(command, monkeypatch):
         "head_dim_v": replace(narrow, head_dim_v=32),
         "packed sequences": replace(narrow, batch=1, seqlens=(4000, 96)),
         "windows": replace(narrow, window=(512, 0)),
-        "other options of scores": replace(narrow, softcap=30.0),
+        "other score options": replace(narrow, softcap=30.0),
         'precision="tf32"': replace(single, precision="tf32"),
         "deterministic=False": replace(narrow, deterministic=False),
     }.items():

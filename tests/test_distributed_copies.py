@@ -72,7 +72,7 @@ def test_every_pair_of_peers_is_enabled_once(fake):
 
 def test_how_gpus_that_are_no_peers_exchange(fake):
     assert isinstance(distributed.from_devices([0, 3]), _nccl.NcclDevices)
-    with pytest.raises(ValueError, match=r"devices: got GPUs \[0, 3\], of which some cannot reach"):
+    with pytest.raises(ValueError, match=r"devices: got GPUs \[0, 3\], some of which are not"):
         distributed.from_devices([0, 3], transport="copy")
     assert isinstance(distributed.from_devices([0, 1], transport="nccl"), _nccl.NcclDevices)
 

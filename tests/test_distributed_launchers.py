@@ -18,30 +18,61 @@ SLURM = {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM
          "SLURM_JOB_NODELIST": "gpu[03-04,9]", "SLURM_JOB_ID": "1234567"}  # fmt: skip
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
             "OMPI_COMM_WORLD_LOCAL_RANK": "1"}  # fmt: skip
+JOB = "\0Slurm job 1234567 step 0"
+#: A step on one of the job's nodes, and one on two of them.
+STEP = {"SLURM_STEP_ID": "3", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu09"}
+STEPS = STEP | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[04,9]"}
 
 
 @pytest.mark.parametrize(
-    ("environment", "place"),
+    ("environment", "rank", "size", "address", "device", "run"),
     [
-        (TORCHRUN, (3, 4, {"address": "10.0.0.7:29501", "device": 1})),
-        (SLURM, (9, 16, {"address": "gpu03:24567", "device": 1})),
-        (SLURM | {"SLURM_NNODES": "1"}, (9, 16, {"address": "127.0.0.1:24567", "device": 1})),
-        (OPEN_MPI, (1, 2, {"address": "127.0.0.1:29400", "device": 1})),
-        (OPEN_MPI | {"CUFLASH_ADDRESS": "a:5"}, (1, 2, {"address": "a:5", "device": 1})),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, (0, 2, {"address": "127.0.0.1:29400", "device": 0})),
+        (TORCHRUN, 3, 4, "10.0.0.7:29501", 1, ""),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "a7"}, 3, 4, "10.0.0.7:29501", 1, "\0a7"),
+        (SLURM, 9, 16, "gpu03:24567", 1, JOB),
+        (SLURM | {"SLURM_NNODES": "1"}, 9, 16, "127.0.0.1:24567", 1, JOB),
+        (SLURM | STEP, 9, 16, "127.0.0.1:27594", 1, "\0Slurm job 1234567 step 3"),
+        (SLURM | STEPS, 9, 16, "gpu04:27594", 1, "\0Slurm job 1234567 step 3"),
+        (OPEN_MPI, 1, 2, "127.0.0.1:29400", 1, ""),
+        (OPEN_MPI | {"PMIX_NAMESPACE": "7.1"}, 1, 2, "127.0.0.1:29400", 1, "\x007.1"),
+        (OPEN_MPI | {"CUFLASH_ADDRESS": "a:5"}, 1, 2, "a:5", 1, ""),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, 0, 2, "127.0.0.1:29400", 0, ""),
     ],
 )
-def test_variables_of_launchers(monkeypatch, environment, place):
+def test_variables_of_launchers(monkeypatch, environment, rank, size, address, device, run):
     monkeypatch.setattr(_launchers, "connect", lambda rank, size, **options: (rank, size, options))
-    rank, size, options = distributed.from_environment(environment | {"CUFLASH_SECRET": "s"})
-    assert options.pop("secret") == "s"
-    assert (rank, size, options) == place
+    found = distributed.from_environment(environment | {"CUFLASH_SECRET": "a secret"})
+    secret = b"a secret" + run.encode()
+    assert found == (rank, size, {"secret": secret, "address": address, "device": device})
+
+
+def test_two_steps_of_a_slurm_job_do_not_join():
+    """Rank 0 of a step and rank 1 of another, at one address and with one secret, refuse."""
+    errors = {}
+    how = {"secret": "long enough", "transport": "host", "init_timeout": 1.5}
+    how["address"] = f"127.0.0.1:{_launchers.free_port()}"
+
+    def join(rank):
+        step = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_STEP_ID": str(rank)}
+        try:
+            distributed.from_environment({"SLURM_JOB_ID": "4711"} | step, **how).close()
+        except distributed.CommunicationError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert set(errors) == {0, 1}
+    assert "ranks that did not come in time: 1; 1 connections were refused" in errors[0]
+    assert errors[1] == "rank 0 does not know the secret, or is of another run"
 
 
 def test_arguments_go_before_variables(monkeypatch):
     monkeypatch.setattr(_launchers, "connect", lambda rank, size, **options: options)
-    given = {"address": "b:6", "secret": "mine", "device": 3}
-    environment = TORCHRUN | {"CUFLASH_ADDRESS": "a:5", "CUFLASH_SECRET": "s"}
+    given = {"address": "b:6", "secret": b"my secret", "device": 3}
+    environment = TORCHRUN | {"CUFLASH_ADDRESS": "a:5", "CUFLASH_SECRET": "a secret"}
     assert distributed.from_environment(environment, **given) == given
 
 
@@ -99,6 +130,11 @@ def test_no_launcher():
 )
 def test_first_host(nodes, first):
     assert _launchers.first_host(nodes) == first
+
+
+def test_a_list_of_hosts_that_is_none_is_named():
+    with pytest.raises(ValueError, match="SLURM_STEP_NODELIST: got '', expected a list of hosts"):
+        distributed.from_environment(SLURM | STEPS | {"SLURM_STEP_NODELIST": ""}, **ALONE)
 
 
 def test_wrong_arguments(monkeypatch):
@@ -190,4 +226,5 @@ def test_an_address_that_is_taken_is_named():
         place = f"127.0.0.1:{other.getsockname()[1]}"
         message = rf"cannot listen at {place} \(.*in use"
         with pytest.raises(distributed.CommunicationError, match=message):
-            distributed.connect(0, 1, **ALONE | {"address": place})
+            distributed.connect(0, 2, **ALONE | {"address": place})
+        distributed.connect(0, 1, **ALONE | {"address": place}).close()  # alone it needs no port

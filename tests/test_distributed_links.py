@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import socket
+import struct
 import threading
 import time
 
@@ -32,7 +34,7 @@ def test_a_rank_0_without_the_secret_is_refused():
     def answer():
         with listener, listener.accept()[0] as link:
             link.sendall(secrets.token_bytes(32))
-            _links._exactly(link, 64)
+            _links._exactly(link, 64, _links.Deadline(5.0))
             link.sendall(secrets.token_bytes(32))
 
     listener = socket.create_server(("127.0.0.1", 0))
@@ -59,9 +61,37 @@ def meeting(size, ranks, timeout=20.0):
     return address, found, threads
 
 
-def test_a_stranger_who_says_nothing_holds_up_nobody(monkeypatch):
-    monkeypatch.setattr(_links, "_STRANGER", 1.0)
+def trickle(link, ended):
+    """Send a byte now and then; return whether the other end refuses before the event."""
+    try:
+        while not ended.wait(0.1):
+            link.sendall(b"x")
+    except OSError:
+        return True
+    return False
+
+
+def test_a_stranger_who_sends_a_byte_now_and_then_is_refused(monkeypatch):
+    monkeypatch.setattr(_links, "_STRANGER", 0.5)
     address, found, (first, second) = meeting(2, [0, 1])
+    first.start()
+    with contextlib.closing(socket.socket()) as stranger:
+        while stranger.connect_ex(address):
+            time.sleep(0.01)
+        late = threading.Event()
+        timer = threading.Timer(4.0, late.set)  # 64 bytes would take 6 seconds
+        timer.start()
+        assert trickle(stranger, late)
+        timer.cancel()
+    second.start()
+    first.join(30)
+    second.join(30)
+    assert sorted(found) == [[0], [1]]
+
+
+def test_a_rank_comes_while_a_stranger_says_nothing(monkeypatch):
+    monkeypatch.setattr(_links, "_STRANGER", 60.0)
+    address, found, (first, second) = meeting(2, [0, 1], timeout=5.0)
     first.start()
     with contextlib.closing(socket.socket()) as stranger:
         while stranger.connect_ex(address):
@@ -72,6 +102,118 @@ def test_a_stranger_who_says_nothing_holds_up_nobody(monkeypatch):
     assert sorted(found) == [[0], [1]]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_bytes_that_come_one_by_one_do_not_put_off_the_deadline(rank):
+    address, ended = ("127.0.0.1", _launchers.free_port()), threading.Event()
+
+    def other():
+        with contextlib.ExitStack() as held:
+            if rank == 0:
+                link = held.enter_context(socket.socket())
+                while link.connect_ex(address):
+                    time.sleep(0.01)
+            else:
+                listener = held.enter_context(socket.create_server(address))
+                link = held.enter_context(listener.accept()[0])
+            trickle(link, ended)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    begin = time.monotonic()
+    with pytest.raises(distributed.CommunicationError, match="in time") as found:
+        _links.joined(rank, 2, address, b"a secret", 1.0)
+    assert time.monotonic() - begin < 4  # 64 bytes would take 6 seconds
+    assert found.value.rank == 1 - rank
+    ended.set()
+    thread.join(30)
+
+
+@pytest.mark.parametrize("heard", [0, 64])
+def test_a_connection_that_ends_is_tried_again(heard):
+    """Rank 0 resets the first connection, before or after rank 1 has sent its proof."""
+    address, found, (first, second) = meeting(2, [0, 1])
+    with socket.create_server(address) as listener:
+        second.start()
+        with listener.accept()[0] as link:
+            link.sendall(secrets.token_bytes(32))
+            _links._exactly(link, heard, _links.Deadline(5.0))
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    first.start()
+    first.join(30)
+    second.join(30)
+    assert sorted(found) == [[0], [1]]
+
+
+def test_a_socket_that_is_connected_to_itself_is_no_rank_0(monkeypatch):
+    """A system may give a connection the very port to which it goes, if nobody listens there."""
+    _, found, (first, second) = meeting(2, [0, 1])
+    create, own = socket.create_connection, []
+
+    def to_itself(address, timeout):
+        if own:
+            return create(address, timeout)
+        own.append(socket.socket())
+        own[0].bind(address)
+        own[0].connect(address)
+        return own[0]
+
+    monkeypatch.setattr(_links.socket, "create_connection", to_itself)
+    second.start()
+    while not own or own[0].fileno() >= 0:  # until it is closed
+        time.sleep(0.01)
+        assert second.is_alive()
+    first.start()
+    first.join(30)
+    second.join(30)
+    assert sorted(found) == [[0], [1]]
+
+
+def test_a_rank_that_is_slow_to_prove_comes_in_the_end(monkeypatch):
+    """Rank 0 ends its first connection, since the proof takes longer than _STRANGER."""
+    monkeypatch.setattr(_links, "_STRANGER", 0.5)
+    prove, times = _links._Meeting._proof, []
+
+    def slow(meeting, role, *given):
+        if role == b"connect" and meeting._rank == 1 and not times:
+            times.append(time.sleep(1.0))
+        return prove(meeting, role, *given)
+
+    monkeypatch.setattr(_links._Meeting, "_proof", slow)
+    _, found, threads = meeting(2, [0, 1])
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(found) == [[0], [1]]
+    assert times
+
+
+def test_strangers_in_any_number_do_not_keep_ranks_out(monkeypatch):
+    """Where too many connections have no proof, the oldest ends."""
+    monkeypatch.setattr(_links, "_STRANGERS", 3)
+    address, found, (first, second) = meeting(2, [0, 1])
+    first.start()
+    with contextlib.ExitStack() as held:
+        for _ in range(9):
+            stranger = held.enter_context(socket.socket())
+            while stranger.connect_ex(address):
+                time.sleep(0.01)
+        second.start()
+        first.join(30)
+        second.join(30)
+    assert sorted(found) == [[0], [1]]
+
+
+@pytest.mark.parametrize("size", [2, 2048, 65536])
+def test_where_all_ranks_are_fits_into_a_message(size):
+    meeting = _links._Meeting(1, size, b"a secret", _links.Deadline(5.0))
+    host = "fe80:1111:2222:3333:4444:5555:6666:7777%ethernet0"
+    of_one = json.dumps({str(size - 1): [host, 65535]})
+    assert meeting._checked(len('{"places": {}}') + size * len(of_one))
+    with pytest.raises(ValueError, match="a message of"):
+        meeting._checked(size * 1024)
+
+
 def test_two_ranks_of_one_number():
     _, found, threads = meeting(3, [0, 1, 1])
     for thread in threads:
@@ -79,7 +221,7 @@ def test_two_ranks_of_one_number():
     for thread in threads:
         thread.join(30)
     assert len(found) == 3
-    assert all("rank 1 is there twice" in text for text in found), found
+    assert all("rank 1 joined twice, or is not one of 3 ranks" in text for text in found), found
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from cuflash.distributed._processes import Processes
 SECRET = "CUFLASH_SECRET"
 TRANSPORTS = ("nccl", "host")
 _SLURM_PORTS = range(20000, 30000)
+_BETWEEN_STEPS = 1009  # ports; jobs of near numbers run at once and have ports side by side
 _LEAST_SECRET = 8
 _LONGEST = 1e6  # seconds; timeouts of sockets are limited to 24 days
 
@@ -112,8 +113,10 @@ def from_environment(
     environment : mapping of str to str, optional
         The default is ``os.environ``. torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
         MASTER_PORT (the port is MASTER_PORT + 1). Slurm: SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID,
-        SLURM_JOB_NODELIST (the port is computed from SLURM_JOB_ID). Open MPI and MPICH: their
-        ranks and sizes, with CUFLASH_ADDRESS. CUFLASH_ADDRESS overrides all other addresses.
+        SLURM_STEP_NODELIST (the port is computed from SLURM_JOB_ID and SLURM_STEP_ID). Open MPI and
+        MPICH: their ranks and sizes, with CUFLASH_ADDRESS. CUFLASH_ADDRESS overrides all other
+        addresses. Ranks also prove that they belong to the same run: SLURM_JOB_ID and
+        SLURM_STEP_ID, torchrun's TORCHELASTIC_RUN_ID, or Open MPI's PMIX_NAMESPACE.
     **options
         As in :func:`connect`; ``device`` is the local rank unless it is given.
 
@@ -141,13 +144,15 @@ def from_environment(
     if not isinstance(found, Mapping):
         expected = "None or a mapping of str to str, as os.environ"
         raise wrong_type("environment", type(found).__name__, expected)
-    rank, size, local, address = _launched(found)
+    rank, size, local, address, run = _launched(found)
     options.setdefault("address", found.get("CUFLASH_ADDRESS", address))
     transport = options.get("transport", "nccl")
     if isinstance(transport, str) and transport == "nccl":
         options.setdefault("device", local)
-    if options.get("secret") is None:
-        options["secret"] = found.get(SECRET)
+    secret = options.get("secret")
+    secret = _secret(found.get(SECRET) if secret is None else secret)
+    # Two runs that started with the same CUFLASH_SECRET shall not join each other.
+    options["secret"] = secret + b"\0" + run.encode() if run else secret
     return connect(rank, size, **options)
 
 
@@ -224,10 +229,8 @@ def from_devices(devices: Any, /, *, transport: str = "auto") -> Communicator:
     numbers = devices_of(devices)
     peers = transport != "nccl" and are_peers(numbers)
     if transport == "copy" and not peers:
-        wrong = f"GPUs {shown(list(numbers))}, of which some cannot reach another's memory"
-        raise wrong_value(
-            "devices", wrong, 'GPUs that can, for transport="copy"', 'use transport="nccl"'
-        )
+        wrong = f"GPUs {shown(list(numbers))}, some of which are not peers"
+        raise wrong_value("devices", wrong, 'peers for transport="copy"', 'use transport="nccl"')
     if peers:
         return Peers(numbers)
     _require_nccl()
@@ -251,12 +254,12 @@ def _require_nccl() -> Any:
     return imported_cupy()
 
 
-def _launched(found: Mapping[str, str]) -> tuple[int, int, int, str]:
-    """Rank, size, local rank and address from the first launcher whose variables are set."""
-    for (rank_of, size_of, local_of), address_of in _LAUNCHERS.items():
+def _launched(found: Mapping[str, str]) -> tuple[int, int, int, str, str]:
+    """Rank, size, local rank, address and run, of the first launcher that left its variables."""
+    for (rank_of, size_of, local_of), meeting_of in _LAUNCHERS.items():
         if rank_of in found and size_of in found:
             rank, size = _number(found, rank_of), _number(found, size_of)
-            return rank, size, _number(found, local_of, rank), address_of(found)
+            return rank, size, _number(found, local_of, rank), *meeting_of(found)
     raise RuntimeError(
         "no launcher has set RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK or PMI_RANK; "
         "start with torchrun, srun or mpirun, or call cuflash.distributed.connect(rank, size)"
@@ -272,23 +275,32 @@ def _number(found: Mapping[str, str], name: str, default: int = 0) -> int:
         raise wrong_value(name, shown(text), "an int, as launchers set it") from None
 
 
-def _beside_torchrun(found: Mapping[str, str]) -> str:
-    """The port after torchrun's own, at which torchrun itself listens."""
-    return f"{found.get('MASTER_ADDR', '127.0.0.1')}:{_number(found, 'MASTER_PORT', 29399) + 1}"
+def _beside_torchrun(found: Mapping[str, str]) -> tuple[str, str]:
+    """The port above that of torchrun, which listens at its own, and torchrun's name of the run."""
+    host, port = found.get("MASTER_ADDR", "127.0.0.1"), _number(found, "MASTER_PORT", 29399) + 1
+    return f"{host}:{port}", found.get("TORCHELASTIC_RUN_ID", "")
 
 
-def _of_slurm(found: Mapping[str, str]) -> str:
-    """The first host, and a port computed from the job's number."""
-    port = _SLURM_PORTS[_number(found, "SLURM_JOB_ID") % len(_SLURM_PORTS)]
-    several = _number(found, "SLURM_NNODES", 1) > 1
-    return f"{first_host(found.get('SLURM_JOB_NODELIST', '')) if several else '127.0.0.1'}:{port}"
+def _of_slurm(found: Mapping[str, str]) -> tuple[str, str]:
+    """The first host and a port that follows from job and step, which name the run.
+
+    Several steps (calls of srun) of a job may run at once, each on some of the job's nodes.
+    """
+    job, step = _number(found, "SLURM_JOB_ID"), _number(found, "SLURM_STEP_ID")
+    port = _SLURM_PORTS[(job + _BETWEEN_STEPS * step) % len(_SLURM_PORTS)]
+    nodes = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in found else "SLURM_JOB_NODELIST"
+    count = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in found else "SLURM_NNODES"
+    several = _number(found, count, 1) > 1
+    host = first_host(found.get(nodes, ""), nodes) if several else "127.0.0.1"
+    return f"{host}:{port}", f"Slurm job {job} step {step}"
 
 
-def _loopback(_: Mapping[str, str]) -> str:
-    return "127.0.0.1:29400"
+def _loopback(found: Mapping[str, str]) -> tuple[str, str]:
+    return "127.0.0.1:29400", found.get("PMIX_NAMESPACE", "")
 
 
-#: Variables of rank, size and local rank -> where rank 0 listens. The first match counts.
+#: By the variables of rank, size and local rank: where rank 0 listens, and a name of the run that
+#: only its ranks have. The first that is there.
 _LAUNCHERS = {
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"): _beside_torchrun,
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"): _of_slurm,
@@ -297,11 +309,11 @@ _LAUNCHERS = {
 }
 
 
-def first_host(nodes: str) -> str:
-    """The first host of Slurm's list of hosts, such as ``gpu[03-05,9],login1``."""
+def first_host(nodes: str, name: str = "SLURM_JOB_NODELIST") -> str:
+    """The first of Slurm's list of hosts, as ``gpu[03-05,9],login1``."""
     found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
     if not found:
-        raise wrong_value("SLURM_JOB_NODELIST", shown(nodes), "a list of hosts")
+        raise wrong_value(name, shown(nodes), "a list of hosts")
     return found[1] + (found[2] or "") + found[3]
 
 
