@@ -58,6 +58,13 @@ struct LaneColumns {
   }
 };
 
+// Each thread clears its share of the turns. Grids of 2^25 thread blocks have 2^32 threads.
+CUFLASH_DEVICE void clear_turns(const DeltaParams& params) {
+  const int64_t threads = int64_t(gridDim.x) * Config::num_threads;
+  const int64_t first = int64_t(blockIdx.x) * Config::num_threads + threadIdx.x;
+  for (int64_t i = first; i < params.num_turns; i += threads) params.turns[i] = 0;
+}
+
 }  // namespace cuflash
 
 // The launch bounds ask for one thread block on each SM. Without them the compiler aims at more. It
@@ -68,11 +75,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   // Later kernels read dout again, but not out.
   using DoutColumns = LaneColumns<Config::dtype, false>;
   using OutColumns = LaneColumns<Config::out_dtype, true>;
-  const unsigned threads = gridDim.x * Config::num_threads;
-  for (unsigned i = blockIdx.x * Config::num_threads + threadIdx.x; i < params.num_turns;
-       i += threads) {
-    params.turns[i] = 0;
-  }
+  clear_turns(params);
   // The last tiles first: the out that the forward wrote last is still in the L2 cache. At the end
   // the cache holds the tiles of dout with which the next kernel starts.
   const Tile tile = tile_of(params.grid, gridDim.x - 1 - blockIdx.x);

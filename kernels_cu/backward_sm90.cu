@@ -424,6 +424,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   using namespace cuflash;
   SharedMemory& smem = shared_memory<SharedMemory>();
   if (threadIdx.x == 0) init_barriers(smem);
+  if (sequences_overlap(params.score)) return;
   __syncthreads();  // all mbarriers are initialised
   // Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
   constexpr int producer_registers = 32, consumer_registers = 208, dq_registers = 64;

@@ -180,14 +180,18 @@ def test_every_tile_has_one_turn_and_the_heaviest_of_a_section_start_first(tmp_p
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_every_tile_of_packed_sequences_has_one_rank(tmp_path: Path) -> None:
-    """Each tile has one rank; illegal ends, which lie outside or decrease, give places inside."""
+    """Each tile has one rank; illegal ends, which lie outside or decrease, give places inside.
+
+    Ends that decrease within the arrays are found, however many threads look for them.
+    """
     block, rng = 16, np.random.default_rng(0)
     source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
     text = flattened("schedule_probe.cu", {"cu_seqlens": "int32", "block_m": block})
     source.write_text(f'#include "{SUPPORT / "host_cuda.h"}"\n' + text)
     command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
     subprocess.run(command, check=True)
-    places = ctypes.CDLL(str(library)).places
+    probe = ctypes.CDLL(str(library))
+    probe.first_ranks.restype = ctypes.c_bool
     for trial in range(500):
         lead, lengths = rng.integers(0, 70), rng.integers(0, 50, rng.integers(1, 7))
         lengths[rng.random(lengths.size) < 0.2] = 0
@@ -198,10 +202,16 @@ def test_every_tile_of_packed_sequences_has_one_rank(tmp_path: Path) -> None:
             ends = rng.integers(-50, total + 50, ends.size).astype(np.int32)
         ranks = total // block + lengths.size
         found = np.full((2, ranks), -1, np.int32)
-        places(ctypes.c_void_p(ends.ctypes.data), lengths.size, total, ranks,
-               *(ctypes.c_void_p(a.ctypes.data) for a in found))  # fmt: skip
+        first = np.full(lengths.size, -1, np.int32)
+        address, to, *others = (ctypes.c_void_p(a.ctypes.data) for a in (ends, first, *found))
+        probe.places(address, lengths.size, total, ranks, *others)
         assert (found >= 0).all()
         assert (found[0] < lengths.size).all()
+        decrease = probe.first_ranks(address, lengths.size, total, trial % 3 + 1, to)
+        rows = np.diff(np.clip(ends, 0, total))
+        assert decrease == (rows < 0).any()
+        assert (first >= 0).all()
+        assert (first + -(-np.maximum(rows, 0) // block) <= ranks).all()
         if is_legal:
             owned = sorted((s, b) for s, b in found.T.tolist() if b * block < lengths[s])
             assert owned == [(s, b) for s, n in enumerate(lengths) for b in range(-(-n // block))]

@@ -1,10 +1,12 @@
-"""Does conversion read the float32 sums of dq at the right places? Run by a C++ compiler.
+"""Are float32 sums of dq read at the right places, and their turns cleared? Run by a C++ compiler.
 
 The layout is written here a second time, from the picture in `kernels_cu/tile/fragment.cuh`.
 """
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,11 @@ import pytest
 from ml_dtypes import bfloat16
 
 from cuflash import Options
+from cuflash._jit import source
 from cuflash._kernels import fused_backward
+from cuflash._kernels import params as kernel_params
 from cuflash._kernels.backward_convert import BackwardConvertConfig
+from cuflash._kernels.backward_delta import DeltaConfig
 from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem, describe
 from support import chosen
@@ -23,7 +28,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 from cuflash._launch import plan
 from cuflash._select import hardware
 from cuflash._select.choose import LaunchStep
-from support.host_device import COMPILER, host_device, on_device
+from support.host_device import _PTX, COMPILER, SUPPORT, host_device, on_device
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -75,3 +80,25 @@ def test_every_sum_is_scaled_and_rounded(tmp_path: Any, head_dim: int) -> None:
     dq = np.full((entries, seqlen_q, head_dim), np.nan, bfloat16)
     assert converted(tmp_path, problem, sums, dq) == ["cuflash_backward_convert"]
     np.testing.assert_array_equal(dq.view(np.uint16), want.view(np.uint16))
+
+
+def test_each_thread_clears_its_own_turns(tmp_path: Any) -> None:
+    """Every turn is cleared by one thread of the grid, also of grids of 2^32 threads and more."""
+    q = np.zeros((1, 100, 64), bfloat16)
+    config = DeltaConfig.of(describe(q, q, q, Options()), q.dtype, 16, grad_lse=False)
+    texts = [(f"ptx/{n}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for n in _PTX]
+    text = source.flatten(str(SUPPORT / "turns_probe.cu"), (*texts, *config.texts()))
+    code, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
+    code.write_text(f'#include "{SUPPORT}/host_kernel.h"\n{text}')
+    command = [COMPILER, "-O0", "-std=c++20", "-shared", "-fPIC", "-w", code, "-o", library]
+    subprocess.run(command, check=True)
+    clear = ctypes.CDLL(str(library)).clear
+    for blocks, block, count in (
+        (1, 0, 300), (2, 0, 172), (2, 1, 128), (2**25, 2**25 - 1, 0), (2**25 + 1, 0, 128),
+        (2**25 + 1, 2, 44), (2**25 + 1, 2**25, 0), (2**25, 0, 128),
+    ):  # fmt: skip
+        turns = np.ones(300, np.uint32)
+        params = np.zeros(1, kernel_params.STRUCTS[config.params])
+        params["turns"], params["num_turns"] = turns.ctypes.data, turns.size
+        clear(ctypes.c_void_p(params.ctypes.data), ctypes.c_uint(blocks), ctypes.c_uint(block))
+        assert (turns == 0).sum() == count, (blocks, block)

@@ -2,7 +2,7 @@
 
 The problem has the batch axes of q, k and v. Arrays of score options have one more first axis, the
 sequences. On a GPU only kernels read the ends of sequences. Whatever the ends are, kernels stay
-within the arrays.
+within the arrays, and end.
 """
 
 from __future__ import annotations

@@ -95,10 +95,19 @@ struct Packing {
 
   // Tiles of packed sequences have ranks, numbered so that the host need not know where sequences
   // end. The ranks of sequence i begin at (rows before it) / block + i and end where those of the
-  // next sequence begin. They are as many as the sequence has tiles, or one more.
+  // next sequence begin. They are as many as the sequence has tiles, or one more. Whatever the
+  // array holds, all tiles of a sequence have ranks from 0 up to total / block + num_sequences.
   template <int block>
   CUFLASH_DEVICE int first_rank(int sequence) const {
-    return (begin(sequence) - begin(0)) / block + sequence;
+    return max(begin(sequence) - begin(0), 0) / block + sequence;
+  }
+
+  // Does one of the sequences first, first + step, ... end before it begins?
+  CUFLASH_DEVICE bool any_decreases(int first, int step) const {
+    bool found = false;
+#pragma unroll 1
+    for (int i = first; i < num_sequences; i += step) found |= begin(i + 1) < begin(i);
+    return found;
   }
 };
 

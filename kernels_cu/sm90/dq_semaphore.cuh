@@ -52,4 +52,15 @@ struct DqSemaphore {
   }
 };
 
+// Do packed sequences overlap, since their ends decrease? Some tiles would then never be drawn, and
+// others would wait for them for ever. Called by all threads.
+CUFLASH_DEVICE bool sequences_overlap(const ScoreParams& params) {
+  if constexpr (Config::cu_seqlens == Dtype::none) return false;
+  const int first = ptx::thread_index();
+  const Packing queries = Packing::of_queries(params), keys = Packing::of_keys(params);
+  const bool found = queries.any_decreases(first, Config::num_threads) ||
+                     keys.any_decreases(first, Config::num_threads);
+  return __syncthreads_or(found);  // protects no memory: all threads return together
+}
+
 }  // namespace cuflash

@@ -19,3 +19,14 @@ extern "C" void places(const void* ends, int num_sequences, int total, int num_r
     block[rank] = place.block;
   }
 }
+
+// The first rank of each sequence. Returns whether ends decrease, as `step` threads find together.
+extern "C" bool first_ranks(const void* ends, int num_sequences, int total, int step, int* ranks) {
+  const cuflash::Packing packing{ends, num_sequences, total};
+  for (int i = 0; i < num_sequences; ++i) {
+    ranks[i] = packing.first_rank<cuflash::Config::block_m>(i);
+  }
+  bool found = false;
+  for (int thread = 0; thread < step; ++thread) found |= packing.any_decreases(thread, step);
+  return found;
+}
