@@ -65,7 +65,7 @@ def test_two_steps_of_a_slurm_job_do_not_join():
     for thread in threads:
         thread.join(30)
     assert set(errors) == {0, 1}
-    assert "ranks that did not come in time: 1; 1 connections were refused" in errors[0]
+    assert "ranks that did not connect in time: 1; 1 connections were refused" in errors[0]
     assert errors[1] == "rank 0 does not know the secret, or is of another run"
 
 

@@ -387,7 +387,7 @@ def test_ranks_that_were_suspended_together_go_on(one):
         rank.check()
     with rank._changed:
         rank._changed.wait_for(lambda: rank._failure, timeout=10)
-    with pytest.raises(distributed.CommunicationError, match="rank 1 gave no sign of life for 1 s"):
+    with pytest.raises(distributed.CommunicationError, match="rank 1 sent no heartbeat for 1 s"):
         rank.check()
 
 
@@ -466,7 +466,7 @@ def test_the_simulator_notices_what_would_race_or_hang():
         run(unanswered)
     assert found.value.rank == 0
     for schedule, message in (
-        (surplus, "rank 0 sends rank 1 what that does not expect"),
+        (surplus, "rank 0 sends rank 1 an array that is not received"),
         (unlike, r"rank 0 sends rank 1 float64 \(2, 2\), not float64 \(4,\)"),
         (other_kinds, "rank 0 at Exchange, rank 1 at Wait, rank 2 at Exchange"),
     ):

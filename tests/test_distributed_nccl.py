@@ -191,7 +191,7 @@ def test_a_rank_that_fails_while_nccl_begins_frees_its_gpu(fake, monkeypatch):
 def test_two_ranks_on_one_gpu(fake, other):
     """Two of four ranks on one GPU are refused, and named."""
     for error in of_two_ranks(partial(swapped, fake), devices=(3, other)):
-        assert "ranks 0 and 1 have one GPU, bus 3" in str(error)
+        assert "ranks 0 and 1 share GPU bus 3" in str(error)
 
 
 def test_gpus_of_two_hosts_may_have_one_number(fake, monkeypatch):

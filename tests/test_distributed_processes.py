@@ -71,7 +71,7 @@ def test_processes_compute_attention(size):
     ("case", "within", "word"),
     [
         ("killed", 5.0, "died"),
-        ("stopped", 5.0, "no sign of life for 1.5 s"),
+        ("stopped", 5.0, "sent no heartbeat for 1.5 s"),
         ("stuck", 6.0, "rank 1 is stuck"),
         ("leaves", 5.0, "has left"),
     ],
@@ -125,7 +125,7 @@ def test_a_wrong_secret_is_refused():
     assert kind == "WrongSecretError"
     assert "rank 0 does not know the secret, or is of another run" in text
     assert seconds < 1
-    assert "ranks that did not come in time: 1; 1 connections were refused" in raised(lines[0])[2]
+    assert "ranks that did not connect in time: 1; 1 connections were refused" in raised(lines[0])[2]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -269,7 +269,7 @@ class _Meeting:
             return door.next_link()
         low = self._rank + 1  # ranks above this one come to it
         missing = [rank for rank in range(low, self._size) if rank not in self.links]
-        text = f"ranks that did not come in time: {', '.join(map(str, missing))}"
+        text = f"ranks that did not connect in time: {', '.join(map(str, missing))}"
         if door.refused:
             text += f"; {len(door.refused)} connections were refused ({door.refused[-1]})"
         raise CommunicationError(text, missing[0])

@@ -196,7 +196,7 @@ def chosen(
     if method != "auto":
         asked = next(c for c in found if c.method == method)
         if asked.refusal:
-            others = " and ".join(repr(c.method) for c in able)
+            others = " or ".join(repr(c.method) for c in able)
             raise NotImplementedError(
                 f"method: {method!r} does not support {asked.refusal}; use {others} or 'auto'"
             )
