@@ -331,19 +331,43 @@ def test_a_closed_communicator_says_so(two):
         two[0].agree({0: b""})
 
 
-def test_closing_takes_as_long_for_many_ranks_as_for_one():
-    """No other rank closes, and close() leaves neither threads nor sockets."""
+@pytest.mark.parametrize("others", ["open", "silent", "failed"])
+def test_closing_takes_as_long_for_many_ranks_as_for_one(others):
+    """No other rank closes. Threads end where other ranks still read, and after a failure."""
     pairs = [socket.socketpair() for _ in range(12)]
     links = {other: own for other, (own, _) in enumerate(pairs, start=1)}
-    rank = _processes.Processes(0, 13, links, **LIMITS)
+    rank, open_ranks = _processes.Processes(0, 13, links, **LIMITS), []
+    if others == "open":
+        open_ranks = [
+            _processes.Processes(r, 13, {0: end}, **LIMITS) for r, (_, end) in enumerate(pairs, 1)
+        ]
+    if others == "failed":
+        rank.give_up(MemoryError())
     began = time.monotonic()
     rank.close()
     assert time.monotonic() - began < 6 * _processes._GRACE
-    assert not any(thread.is_alive() for thread in rank._threads)
+    assert others == "silent" or not any(thread.is_alive() for thread in rank._threads)
+    for each in open_ranks:
+        each.close()
     for _, end in pairs:
-        kind, *_ = _processes._FRAME.unpack(end.recv(_processes._FRAME.size))
-        assert (kind, end.recv(1)) == (_processes._LEAVING, b"")
         end.close()
+
+
+def test_what_was_sent_before_closing_arrives_at_a_slow_rank():
+    """A slow rank gives a sign of life when it goes on, which must not reset the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        slow = socket.create_connection(server.getsockname())
+        own, _ = server.accept()
+    rank = _processes.Processes(0, 2, {1: own}, **LIMITS)
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    rank.start({0: Exchange(((1, np.ones(1 << 17, np.uint8)),), ())})
+    rank.close()
+    slow.sendall(_processes._FRAME.pack(_processes._LIFE, 1, 0))
+    with slow, slow.makefile("rb") as stream:
+        received = stream.read()
+    assert len(received) > 1 << 17
+    assert received.endswith(_processes._FRAME.pack(_processes._LEAVING, 0, 0))
 
 
 def test_who_sends_to_a_rank_that_has_closed_learns_that_it_left(two):

@@ -179,16 +179,17 @@ class Processes(Communicator):
             self._changed.notify_all()
         for other in self._links:
             self._tell(other, _LEAVING, 0, b"", _GRACE)
-        # Readers of links that other ranks close, too, end at the first shutdown, the others at the
-        # second. Who closes at once could take from the others what they have not read yet.
-        for how in (socket.SHUT_WR, socket.SHUT_RDWR):
-            for link in self._links.values():
-                with contextlib.suppress(OSError):
-                    link.shutdown(how)
-            deadline = time.monotonic() + _GRACE
-            for thread in self._threads:
-                if thread is not threading.current_thread():
-                    thread.join(max(0.0, deadline - time.monotonic()))
+        # A rank that has read all shuts its end down, which ends the reader here. Without a failure
+        # the reader of a slow rank goes on: closing its link would take from that rank what it has
+        # not read yet.
+        how = socket.SHUT_RDWR if self._failure else socket.SHUT_WR
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.shutdown(how)
+        deadline = time.monotonic() + _GRACE
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
         for link in self._links.values():
             link.close()
 
@@ -298,6 +299,8 @@ class Processes(Communicator):
         with self._changed:
             self._left.add(other)
             self._changed.notify_all()
+        with contextlib.suppress(OSError):  # the other end reads nothing more, and waits for this
+            link.shutdown(socket.SHUT_WR)
 
     def _exactly(self, link: socket.socket, other: int, number: int) -> bytearray:
         found = bytearray(number)
