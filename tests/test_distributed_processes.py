@@ -125,7 +125,9 @@ def test_a_wrong_secret_is_refused():
     assert kind == "WrongSecretError"
     assert "rank 0 does not know the secret, or is of another run" in text
     assert seconds < 1
-    assert "ranks that did not connect in time: 1; 1 connections were refused" in raised(lines[0])[2]
+    assert (
+        "ranks that did not connect in time: 1; 1 connections were refused" in raised(lines[0])[2]
+    )
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
