@@ -323,7 +323,7 @@ def test_a_file_that_anybody_may_have_written_is_said(tmp_path, monkeypatch):
     path = cubin_cache.save_shared(tmp_path, "a" * 64, b"a kernel")
     assert cubin_cache.load_shared("a" * 64) == b"a kernel"
     path.chmod(0o666)
-    with pytest.warns(RuntimeWarning, match=r"cannot be read \(any user may have written it\)"):
+    with pytest.warns(RuntimeWarning, match=r"cannot be read \(other users may have written it\)"):
         assert cubin_cache.load_shared("a" * 64) is None
     path.unlink()
     os.mkfifo(path)

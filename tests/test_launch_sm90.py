@@ -163,7 +163,7 @@ def test_every_captured_launch_has_a_counter_of_its_own(
     launch.run(POINTERS, STREAM, captured=False)
     for _ in range(4):
         launch.run(POINTERS, STREAM, captured=True)
-    with pytest.warns(RuntimeWarning, match="all 5 tile counters of a device are taken"):
+    with pytest.warns(RuntimeWarning, match="all 5 tile counters of a device are in use"):
         launch.run(POINTERS, STREAM, captured=True)
     launch.run(POINTERS, STREAM, captured=True)  # a second warning would be an error
     launch.run(POINTERS, STREAM + 1, captured=False)

@@ -373,7 +373,7 @@ def wrong_calls() -> dict[str, tuple[Callable[[], Any], type[Exception], str, st
         "negative axis": (lambda: merge(outs, lses, axis=-1), ValueError, "axis", "from 0"),
         "axis of the features": (lambda: merge(outs, lses, axis=2), ValueError, "axis", "to 1"),
         "axis of a list": (
-            lambda: merge(list(outs), list(lses), axis=1), ValueError, "axis", "sequence"
+            lambda: merge(list(outs), list(lses), axis=1), ValueError, "axis", "0 for a list"
         ),
         "more lses": (lambda: merge(outs, np.zeros((3, 5))), ValueError, "lses", "(2, 5)"),
         "parts of two dtypes": (

@@ -231,6 +231,6 @@ def test_a_mask_of_nothing_takes_no_time(shape):
 def test_kernels_draw_for_parts_from_multiples_of_a_block_on(origin):
     q, options = np.zeros((16, 4)), cuflash.Options(dropout=0.5, seed=1)
     problem = describe(q, q, q, options)
-    with pytest.raises(NotImplementedError, match=f"query {origin.query} and key {origin.key} "):
+    with pytest.raises(NotImplementedError, match=f"query {origin.query} and key {origin.key}:"):
         dispatch.placed(problem, options, origin)
     assert dispatch.placed(problem, options, Origin(query=32, key=16)).origin.key == 16

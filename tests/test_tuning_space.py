@@ -43,7 +43,9 @@ def store(tmp_path, monkeypatch):
 
 def test_widths_are_those_that_can_be_multiplied():
     text = (kernels_dir() / "ptx" / "wgmma_products.cuh").read_text()
-    scores = text[text.index("// Columns of scores: the") : text.index("// Columns of dk and dq")]
+    scores = text[
+        text.index("// n is the number of columns of scores: the") : text.index("of dk and dq.")
+    ]
     found = re.findall(r"^CUFLASH_PTX_WGMMA_SS\((\d+)", scores, re.M)
     assert tuple(map(int, found)) == wgmma.WIDTHS
 
@@ -242,7 +244,7 @@ def test_a_value_that_is_named_twice_is_tried_once():
         ({"num_stages": (1,)}, "num_stages=1 must be at least 2"),
         ({"overlap_quarters": (9,)}, "overlap_quarters=9 must be from 0 to 4"),
         ({"block_n": (256,)}, "block_n = 256 must be one of (32, 48, 64, 80, 96, 112, 128)"),
-        ({"num_stages": (13,)}, "KiB of shared memory, 227 KiB are there"),
+        ({"num_stages": (13,)}, "KiB of shared memory, a block has 227 KiB"),
         ({"block_n": ()}, "got 0 combinations, none of them legal"),
     ],
 )
@@ -264,7 +266,7 @@ def test_tiles_that_would_hang_are_left_out_with_the_reason():
         found = tuning.space(work, "backward_dq_sm90", arch="sm_90a", parameters=tried)
         assert [c.config.scores_ahead for c in found] == [False]
         (refused,) = (c for c in found.candidates if c.config is None)
-        assert refused.refusal.startswith("num_stages=2 must be at least 3 with scores ahead: ")
+        assert refused.refusal.startswith("num_stages=2 must be at least 3 with scores_ahead: ")
 
 
 @pytest.mark.parametrize("kernel", PORTABLE)
