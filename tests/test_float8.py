@@ -315,7 +315,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "one for each head": ({"k_scale": np.ones(3)}, ValueError, r"write k_scale\[..., None, None\]"),
     "columns": ({"q_scale": np.ones((50, 8))}, ValueError, r"the shape \(2, 3, 1, 1\)"),
     "another batch": ({"q_scale": np.ones((4, 1, 1))}, ValueError, r"broadcasts to \(2, 3, 1, 1\)"),
-    "three blocks": ({"v_scale": np.ones((3, 1))}, ValueError, "32 rows in a block, 2 blocks cover"),
+    "three blocks": ({"v_scale": np.ones((3, 1))}, ValueError, "32 rows in a block, 2 blocks"),
     "integers": ({"q_scale": np.ones((1, 1), int)}, TypeError, "floating dtype"),
     "zero": ({"q_scale": 0.0}, ValueError, "finite positive number"),
     "a word": ({"q_scale": "half"}, TypeError, "finite positive number"),
