@@ -229,7 +229,7 @@ def test_keys_past_one_length_are_past_the_end_of_the_maps(recorder: Recorder) -
         (
             "sm_90",
             {"bias": np.zeros((300, 400)), "softcap": 3.0},
-            "where a bias spills beside options",
+            "where a bias spills registers",
         ),
     ],
 )
