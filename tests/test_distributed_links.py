@@ -61,6 +61,13 @@ def meeting(size, ranks, timeout=20.0):
     return address, found, threads
 
 
+def assert_joined(found, *threads):
+    """Assert that both ranks of a meeting have joined."""
+    for thread in threads:
+        thread.join(30)
+    assert sorted(found) == [[0], [1]]
+
+
 def trickle(link, ended):
     """Send a byte now and then; return whether the other end refuses before the event."""
     try:
@@ -84,9 +91,7 @@ def test_a_stranger_who_sends_a_byte_now_and_then_is_refused(monkeypatch):
         assert trickle(stranger, late)
         timer.cancel()
     second.start()
-    first.join(30)
-    second.join(30)
-    assert sorted(found) == [[0], [1]]
+    assert_joined(found, first, second)
 
 
 def test_a_rank_comes_while_a_stranger_says_nothing(monkeypatch):
@@ -97,9 +102,7 @@ def test_a_rank_comes_while_a_stranger_says_nothing(monkeypatch):
         while stranger.connect_ex(address):
             time.sleep(0.01)
         second.start()
-        first.join(30)
-        second.join(30)
-    assert sorted(found) == [[0], [1]]
+        assert_joined(found, first, second)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -139,9 +142,7 @@ def test_a_connection_that_ends_is_tried_again(heard):
             _links._exactly(link, heard, _links.Deadline(5.0))
             link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     first.start()
-    first.join(30)
-    second.join(30)
-    assert sorted(found) == [[0], [1]]
+    assert_joined(found, first, second)
 
 
 def test_a_socket_that_is_connected_to_itself_is_no_rank_0(monkeypatch):
@@ -163,9 +164,7 @@ def test_a_socket_that_is_connected_to_itself_is_no_rank_0(monkeypatch):
         time.sleep(0.01)
         assert second.is_alive()
     first.start()
-    first.join(30)
-    second.join(30)
-    assert sorted(found) == [[0], [1]]
+    assert_joined(found, first, second)
 
 
 def test_a_rank_that_is_slow_to_prove_comes_in_the_end(monkeypatch):
@@ -199,9 +198,7 @@ def test_strangers_in_any_number_do_not_keep_ranks_out(monkeypatch):
             while stranger.connect_ex(address):
                 time.sleep(0.01)
         second.start()
-        first.join(30)
-        second.join(30)
-    assert sorted(found) == [[0], [1]]
+        assert_joined(found, first, second)
 
 
 @pytest.mark.parametrize("size", [2, 2048, 65536])
