@@ -28,6 +28,7 @@ from cuflash import reference
 from cuflash._kernels.portable import padded
 from cuflash._problem.option_table import of_stages
 from cuflash._problem.problem import HALVES
+from cuflash._select import hardware
 from cuflash.testing._budget import Budget
 from support import derivatives, memory
 from support.problems import (
@@ -493,7 +494,8 @@ def test_p13_packed_sequences(xp: ModuleType, data: st.DataObject) -> None:
     budget.check_forward(result.out, result.lse)
     budget.check_backward(result.gradients, given=(result.out, result.lse))
     alone = run(xp, base)
-    if xp is not np and base.dtype in HALVES and "alibi_slopes" in base.options:
+    on_hopper = xp is not np and hardware.present().hopper
+    if on_hopper and base.dtype in HALVES and "alibi_slopes" in base.options:
         return
     assert alone.out.tobytes() == result.out.tobytes()
     assert alone.lse.tobytes() == result.lse.tobytes()
