@@ -48,7 +48,7 @@ class Deadline:
         return time.monotonic() >= self._end
 
 
-#: Yields how many bytes it wants, and until when. Returns the hello of the other end.
+#: Yields the number of bytes to read next and their deadline; returns the other end's hello.
 _Greeting = Generator[tuple[int, Deadline], bytes, dict[str, Any]]
 
 
