@@ -253,7 +253,8 @@ struct Score : ScoreUnits, PartOfKeys<Config::split_keys> {
   CUFLASH_DEVICE bool is_steep(Range rows, Range keys) const {
     if constexpr (Config::alibi_slopes == Dtype::none) return false;
     const Real step = slope * static_cast<Real>(keys.end - keys.begin) * log2_e;
-    if ((keys.begin > near_offset + rows.begin ? step : -step) > 64) return true;
+    const bool approaches_diagonal = !goes_outwards && keys.begin > near_offset + rows.begin;
+    if ((approaches_diagonal ? step : -step) > 64) return true;
     return multiplies_slopes && !(fabs(step) <= 512 && fabs(step) < 0x1p13f * fabs(scale_log2()));
   }
 

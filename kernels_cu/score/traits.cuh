@@ -90,6 +90,12 @@ struct ScoreTraits {
                                             Config::cu_seqlens == Dtype::none &&
                                             Config::head_dim <= 128;
 
+  // Then, does a tile visit keys from the diagonal to both ends? (sm90/outward_blocks.cuh) The
+  // order depends on the tile's first row. Up to head size 64 tiles have 128 or 192 rows, and the
+  // bits of a row must not depend on that.
+  static constexpr bool goes_outwards =
+      multiplies_slopes && !Config::window_left && !Config::window_right && Config::head_dim > 64;
+
   // Does a softcap alone make exponents of products? Then the largest product has the largest
   // logit.
   static constexpr bool is_capped_product = exponent_of_product && is_capped;

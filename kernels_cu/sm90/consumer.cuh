@@ -1,9 +1,9 @@
 // A consumer warpgroup, which computes 64 rows of out: from scores to the sum over their keys.
 #pragma once
 
-#include "schedule/segments.cuh"
 #include "sm90/consumer_schedule.cuh"
 #include "sm90/finished_rows.cuh"
+#include "sm90/outward_blocks.cuh"
 #include "sm90/raw_scores.cuh"
 #include "sm90/weights.cuh"
 
@@ -34,6 +34,8 @@ struct Consumer {
       const ConsumerRows rows(score, work, warpgroup);
       if constexpr (Score::has_segments) {
         attend_segments(score, rows, work);
+      } else if constexpr (Score::goes_outwards) {
+        attend_outwards(score, rows, work);
       } else {
         attend(score, rows, work.entry);
       }
@@ -133,6 +135,43 @@ struct Consumer {
         attend_block<Edge::both>(score, rows, block, next < blocks.begin);
       } else {
         attend_block<Edge::none>(score, rows, block, next < blocks.begin);
+      }
+    }
+    multiply_last_pv<Keys::all>();
+  }
+
+  // The same under slopes without bounds, where these rows see all blocks of the tile, or none.
+  CUFLASH_DEVICE void attend_outwards(const Score& score, const ConsumerRows& rows,
+                                      const Work& work) {
+    const BlockRanges& blocks = rows.tile;
+    const Range own_rows{rows.first_row, rows.first_row + 64};
+    const OutwardBlocks visited(score, blocks, {work.first_row, work.first_row + Config::block_m});
+    write_slopes(score);
+    softmax = SplitSoftmax();
+    clear(o_acc);
+    wait(smem.q_full[q_ring.stage()], q_ring.full_parity());
+    int block = visited.start;
+    if (rows.own.begin >= rows.own.end) {
+      release_unread_q();
+#pragma unroll 1
+      for (; block >= blocks.begin; block = visited.next_before(block)) skip_block();
+      return;
+    }
+    int next = visited.next_before(block);
+    attend_first_block<Keys::all>(score, rows, block, blocks.masked(block), next < blocks.begin);
+#pragma unroll 1
+    while (warp_any(next >= blocks.begin)) {
+      block = next;
+      next = visited.next_before(block);
+      const bool is_last = next < blocks.begin;
+      const Range keys{block * Config::block_n, (block + 1) * Config::block_n};
+      if (warp_any(blocks.masked(block))) {
+        attend_block<Edge::last>(score, rows, block, is_last);
+      } else if (warp_any(score.crosses_diagonal(own_rows, keys) ||
+                          score.is_steep(own_rows, keys))) {
+        attend_block<Edge::none>(score, rows, block, is_last);
+      } else {
+        attend_full_block(score, rows, work.entry, block, is_last);
       }
     }
     multiply_last_pv<Keys::all>();

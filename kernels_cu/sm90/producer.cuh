@@ -4,7 +4,7 @@
 #include "ptx/sync.cuh"
 #include "sm90/load.cuh"
 #include "sm90/load_pages.cuh"
-#include "schedule/segments.cuh"
+#include "sm90/outward_blocks.cuh"
 #include "sm90/shared_memory.cuh"
 
 namespace cuflash {
@@ -36,7 +36,7 @@ struct Producer {
       const Score score(params.score, work.entry, KeyPart::of_thread_block(params).keys);
       const Range rows{work.first_row, work.first_row + Config::block_m};
       const BlockRanges blocks = score.kv_blocks(rows.begin, rows.end);
-      VisitedBlocks<Walk::keys> visited(score, blocks, rows);
+      KeyWalk visited(score, blocks, rows);
       const Range seen = score.kv_range(0, score.seqlen.rows_q);  // seen by any row of this entry
       const BatchIndex entry = work.entry;
       const int first_k = score.seqlen.first_k;
