@@ -2,9 +2,9 @@
 //
 //   lse = log sum exp lse_i,  out = sum exp(lse_i - lse) out_i
 //
-//   for each row of each batch entry:                          one thread block
-//     m = max lse_i;  l = sum exp(lse_i - m)                   every warp, by lanes
-//     o_w = sum exp(lse_i - m) / l out_i                       warp w: parts w, w + warps, ...
+//   for each row of each batch entry:                          one warp, or all warps of a block
+//     m = max lse_i;  l = sum exp(lse_i - m)                   by lanes
+//     o_w = sum exp(lse_i - m) / l out_i                       warp w: parts w, w + row_warps, ...
 //     out = sum o_w,  lse = m + log l                          through shared memory
 //
 // The out of a part with lse = -inf, which saw no key, is not read. Every sum has a fixed order. On
@@ -15,50 +15,61 @@
 
 namespace cuflash {
 
-struct SharedMemory {
-  Real sums[Config::num_warps][Config::head_dim_v];
-};
-static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
-              "CombineConfig.smem_bytes counts this struct");
-
+constexpr int row_warps = Config::num_warps / Config::rows;  // warps that share the parts of a row
 constexpr int lane_columns = (Config::head_dim_v + 31) / 32;
+
+struct SharedMemory {
+  Real sums[row_warps][Config::head_dim_v];
+};
 
 CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
   const Tile tile = tile_of(params.grid, tile_index());
+  const int lane = lane_index(), warp = warp_index() % row_warps;
+  const int row = tile.block * Config::rows + warp_index() / row_warps;
+  if (row >= params.num_rows) return;
   const BatchIndex entry(params.batch, tile.owner);
-  const int parts = params.num_splits, width = params.head_dim_v, row = tile.block;
-  const Real* lse = params.lse_parts + entry * params.lse_parts_layout.batch + row * parts;
+  const int parts = params.num_splits, width = params.head_dim_v;
+  const Real* lse = params.lse_parts + entry * params.lse_parts_layout.batch +
+                    static_cast<int64_t>(row) * parts;
   const Real* out = params.out_parts + entry * params.out_parts_layout.batch +
                     static_cast<int64_t>(row) * parts * width;
   if constexpr (Config::overlaps) ptx::wait_for_previous_kernel();
   const PartSums sums(lse, parts);
-  const int warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;
   Real acc[lane_columns] = {};
 #pragma unroll 4
-  for (int i = warp; i < parts; i += Config::num_warps) {
+  for (int i = warp; i < parts; i += row_warps) {
     const bool seen = lse[i] != -infinity();
     const Real share = sums.share(lse[i]);
 #pragma unroll
     for (int c = 0; c < lane_columns; ++c) {
       const int column = lane + 32 * c;
-      const Real value = seen && column < width ? out[static_cast<int64_t>(i) * width + column] : 0;
-      acc[c] = seen ? fma(share, value, acc[c]) : acc[c];
+      const bool read = seen && column < width;
+      acc[c] += read ? share * out[static_cast<int64_t>(i) * width + column] : 0;
     }
+  }
+  const RowTarget to(params.out, params.out_layout, entry, 0, width, Config::head_dim_v);
+  const auto store = [&](int column, Real sum) {
+    if (column >= width) return;
+    to.data[row * to.row_stride + column * to.column_stride] = RowTarget::rounded(sum);
+  };
+  if (params.lse != nullptr && warp == 0 && lane == 0) {
+    params.lse[entry * params.lse_layout.batch + row * params.lse_layout.row] = sums.lse();
+  }
+  if constexpr (row_warps == 1) {
+#pragma unroll
+    for (int c = 0; c < lane_columns; ++c) store(lane + 32 * c, acc[c]);
+    return;
   }
 #pragma unroll
   for (int c = 0; c < lane_columns; ++c) {
     if (lane + 32 * c < Config::head_dim_v) smem.sums[warp][lane + 32 * c] = acc[c];
   }
   __syncthreads();  // every warp has written its sums
-  const RowTarget to(params.out, params.out_layout, entry, 0, width, Config::head_dim_v);
   for (int column = ptx::thread_index(); column < width; column += Config::num_threads) {
     Real sum = 0;
 #pragma unroll
-    for (int w = 0; w < Config::num_warps; ++w) sum += smem.sums[w][column];
-    to.data[row * to.row_stride + column * to.column_stride] = RowTarget::rounded(sum);
-  }
-  if (params.lse != nullptr && ptx::thread_index() == 0) {
-    params.lse[entry * params.lse_layout.batch + row * params.lse_layout.row] = sums.lse();
+    for (int w = 0; w < row_warps; ++w) sum += smem.sums[w][column];
+    store(column, sum);
   }
 }
 

@@ -151,6 +151,7 @@ struct CombineParams {
   Grid grid;
   int32_t head_dim_v;
   int32_t num_splits;
+  int32_t num_rows;
 };
 
 // Statistics of one query for the backward passes. lse is +inf for a row that saw no key, so that

@@ -90,7 +90,7 @@ FORWARD = _kernel(
     "head_dim", "head_dim_v", "num_splits", "part_keys", "page_size", "num_pages",
     strides=("k_page", "v_page"),
 )  # fmt: skip
-COMBINE = _kernel(("out_parts", "lse_parts", "out", "lse"), "head_dim_v", "num_splits")
+COMBINE = _kernel(("out_parts", "lse_parts", "out", "lse"), "head_dim_v", "num_splits", "num_rows")
 DELTA = _kernel(
     ("dout", "out", "lse", "dlse", "rows"),
     "seqlen_q", "head_dim_v", "num_turns", "recomputes_far_rows", turns=True,

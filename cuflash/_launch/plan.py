@@ -53,7 +53,7 @@ def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
     summed, streamed = (False,) * len(problem.batch), 0  # summed: axes that a thread block walks
     match config.computes:
         case "combine":
-            tiles = problem.seqlen_q
+            tiles = -(-problem.seqlen_q // config.rows)
         case "delta":
             tiles = -(-problem.seqlen_q // config.block_m)
         case "convert":
@@ -165,6 +165,8 @@ def plan_launch(
     filled["head_dim_v"] = problem.head_dim_v
     if "num_splits" in (struct.names or ()):
         filled["num_splits"] = step.splits
+    if config.computes == "combine":
+        filled["num_rows"] = problem.seqlen_q
     if getattr(config, "split_keys", False):
         filled["part_keys"] = split_keys.part_keys(problem, config, step.splits)
     blocks = tiles * owners * getattr(config, "split_columns", 1) * cluster

@@ -131,7 +131,7 @@ def _forward(call: _Call, override: KernelConfig | None) -> list[LaunchStep]:
         return [LaunchStep(config.replace(**of_parts, out_dtype=problem.out.dtype.name))]
     if not config.leaves_parts:
         return [LaunchStep(config, splits=parts)]
-    combining = CombineConfig.after(config, problem.out.dtype.name)
+    combining = CombineConfig.after(config, problem, parts, call.request.num_sms)
     return [LaunchStep(config, splits=parts), LaunchStep(combining, splits=parts)]
 
 
