@@ -29,8 +29,8 @@ CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
   if (row >= params.num_rows) return;
   const BatchIndex entry(params.batch, tile.owner);
   const int parts = params.num_splits, width = params.head_dim_v;
-  const Real* lse = params.lse_parts + entry * params.lse_parts_layout.batch +
-                    static_cast<int64_t>(row) * parts;
+  const Real* lse =
+      params.lse_parts + entry * params.lse_parts_layout.batch + static_cast<int64_t>(row) * parts;
   const Real* out = params.out_parts + entry * params.out_parts_layout.batch +
                     static_cast<int64_t>(row) * parts * width;
   if constexpr (Config::overlaps) ptx::wait_for_previous_kernel();

@@ -14,7 +14,7 @@ from test_few_queries import options_of
 
 import cuflash
 from cuflash import reference
-from cuflash._kernels import split_keys
+from cuflash._kernels import forward_combine, split_keys
 from cuflash._kernels.forward_sm80 import ForwardConfig
 from cuflash._kernels.forward_sm90 import ForwardSm90Config
 from cuflash._kernels.request import Request
@@ -190,12 +190,20 @@ def test_a_tile_of_96_rows(clusters: HostDevice, monkeypatch: pytest.MonkeyPatch
     assert [config.block_m for config in clusters.configs] == [96]
 
 
+@pytest.mark.parametrize(
+    "many", [False, True], ids=["a thread block for each row", "a warp for each row"]
+)
 @pytest.mark.parametrize("seen", [{}, {"window": (100, 0)}], ids=["all", "the last"])
 def test_more_parts_than_a_warp_has_lanes(
-    device: HostDevice, splits: Any, seen: dict[str, Any]
+    device: HostDevice,
+    splits: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    seen: dict[str, Any],
+    many: bool,
 ) -> None:
     """More parts and columns than lanes are right, with strided results and parts without a key."""
     splits(40)
+    monkeypatch.setattr(forward_combine, "BLOCKS_PER_SM", 0 if many else 8)
     options = {"kv_lengths": np.array([2560, 300]), **seen}
     shapes = (2, 3, 24), (2, 2560, 24), (2, 2560, 72)
     call = make_call("normal", 5, np.dtype(np.float16), *shapes, options=options, wrt=())
@@ -205,6 +213,8 @@ def test_more_parts_than_a_warp_has_lanes(
     Budget(call).check_forward(*found)
     assert np.isfinite(out).all()
     assert device.launched[-1] == "cuflash_forward_combine"
+    (combining,) = (config for config in device.configs if config.computes == "combine")
+    assert combining.rows == (combining.num_warps if many else 1)
 
 
 @pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.full), 256])

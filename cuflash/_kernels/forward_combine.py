@@ -10,7 +10,7 @@ from cuflash._problem.problem import Problem
 
 _WARPS = 8
 _PARTS_OF_A_WARP = 8  # parts that a warp reads about as fast as all warps of a thread block do
-_BLOCKS_PER_SM = 8  # thread blocks that an SM runs at once
+BLOCKS_PER_SM = 8  # thread blocks that an SM runs at once
 
 
 class Own(NamedTuple):
@@ -35,11 +35,11 @@ class CombineConfig(KernelConfig):
     def after(cls, config: KernelConfig, problem: Problem, parts: int, num_sms: int) -> Self:
         """The kernel that combines the parts of a forward.
 
-        A row has a warp of its own where its parts are few, or rows are many. (D206)
+        A row has a warp of its own where its parts are few, or rows are many. (D180)
         """
         values = config.values()
         num_rows = math.prod(problem.batch) * problem.seqlen_q
-        alone = parts <= _PARTS_OF_A_WARP or num_rows > _BLOCKS_PER_SM * num_sms
+        alone = parts <= _PARTS_OF_A_WARP or num_rows > BLOCKS_PER_SM * num_sms
         own = {name: values[name] for name in (*Operands._fields, "overlaps")} | {
             "out_dtype": problem.out.dtype.name,
             "copy_bytes": max(4, config.element_bytes),
