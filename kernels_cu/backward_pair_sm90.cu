@@ -92,15 +92,26 @@ struct ScoreWarpgroup : DkvWarpgroup<64> {
     ptx::wgmma_wait<dp_beside_p ? 1 : 0>();
     ptx::pin(flat(s_acc));
     release_previous_block_in_both();
-    float2 lse[tiles];
-    read(lse, smem.lse);
-    compute_p(s_acc, s_acc, lse, score, first_row, first_key);
-    hide_pairs(s_acc, score, first_row, first_key, masked);
-    to_operand(frag, s_acc);
+    const KeptBits<1, tiles> kept = kept_pairs(score, first_row, first_key);
+    if constexpr (Score::hides_after_exponentials) {
+      float2 lse[tiles];
+      read(lse, smem.lse);
+      compute_p(s_acc, s_acc, lse, score, first_row, first_key);
+      hide_pairs(s_acc, score, first_row, first_key, masked);
+      to_kept_operand(s_acc, kept);
+    } else {
+      const GlobalBias bias(score, {first_row, first_key});
+      if (Score::hides_pairs || warp_any(masked)) {
+        compute_p_and_weights<true>(s_acc, kept, score, bias, first_row, first_key);
+      } else {
+        compute_p_and_weights<false>(s_acc, kept, score, bias, first_row, first_key);
+      }
+    }
     if (!dp_beside_p) start_dp(dp_acc);
     start_dv();
     ptx::wgmma_wait<1>();
     ptx::pin(flat(dp_acc));
+    kept.drop_gradients(dp_acc, params.score);
     float2 delta[tiles];
     read(delta, smem.delta);
     compute_ds(s_acc, dp_acc, delta);
@@ -146,13 +157,14 @@ struct ScoreWarpgroup : DkvWarpgroup<64> {
       if (slice != nullptr) slice->dv.write(dv_acc[0], lane_index());
       return;
     }
-    uint32_t rows_to_recompute =
-        store_keys(params, work, params.dv, params.dv_layout, params.head_dim_v, 1.0f, dv_acc[0]);
+    uint32_t rows_to_recompute = store_keys(params, work, params.dv, params.dv_layout,
+                                            params.head_dim_v, kept_scale(params.score), dv_acc[0]);
     ptx::named_barrier_sync(dk_stored, 256);
     const int warp = warp_index() % 4;
     rows_to_recompute |= shared().rows_to_recompute[warp];
     for_each_bit(rows_to_recompute, [&](int row) {
-      recompute_dkv(params, work.keys.owner, 0, work.keys.first_key + 16 * warp + row);
+      recompute_dkv(params, work.keys.owner, work.keys.sequence,
+                    work.keys.first_key + 16 * warp + row);
     });
   }
 };
@@ -231,9 +243,9 @@ struct DqWarpgroup {
   CUFLASH_DEVICE void add_tile(const Work& work) {
     walk_blocks(
         params, work,
-        [&](const Score& score, int index, int block, bool) {
+        [&](const Score&, int index, int block, bool) {
           multiply();
-          stage_or_add(smem.dq, {params, work, score, index, block});
+          stage_or_add(smem.dq, {params, work, index, block});
           ring.advance();
         },
         [] {});
@@ -288,12 +300,13 @@ struct DqWarpgroup {
   // Adds our columns of dq to the sums from registers.
   CUFLASH_DEVICE void stage_or_add(RegisterAddition& dq, const Addition& own) const {
     wait(dq.may_add, ring.full_parity());
+    const bool is_first = dq.is_first;
     const int slice = warp_index() % 4;
     if (warp_any(slice < own.slices())) {
 #pragma unroll
       for (int i = 0; i < whole_panels; ++i) {
         DqSlice<8>& to = own.sums.slice<8>(own.block, first_whole_panel() + i, slice);
-        if (warp_any(own.turn == 0)) {
+        if (warp_any(is_first)) {
           to.write(whole_panel(i), lane_index());
         } else {
           to.add<pause_between_additions>(whole_panel(i), lane_index());
@@ -311,6 +324,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
         cuflash_backward_pair_sm90(const __grid_constant__ cuflash::BackwardSm90Params params) {
   using namespace cuflash;
   SharedMemory& smem = shared_memory<SharedMemory>();
+  if (sequences_overlap(params.score)) return;
   if (threadIdx.x == 0) {
     init_barriers(smem);
     // Tiles are drawn, so that a tile starts only after all tiles before it have started.
@@ -323,11 +337,16 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
   const Work work = Work::at(params, tile);
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   // Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
-  constexpr int producer_registers = stages_dq ? 32 : 24, dq_registers = 128 - producer_registers;
+  // Walks over segments take 8 more in the first warpgroup.
+  constexpr int producer_registers = 24 + 8 * stages_dq + 8 * Score::has_segments,
+                dq_registers = 128 - producer_registers;
   if (warp < 4) {
     ptx::setmaxnreg_dec<producer_registers>();
     if (warp == 0) Producer{params, smem}.run(work);
-    if (warp != 0 && lane_index() == 0) run_dq_warps(params, work, warp, smem.dq);
+    // The lanes of a warp share a walk over segments. One lane adds.
+    if (warp != 0 && (Score::has_segments || lane_index() == 0)) {
+      run_dq_warps(params, work, warp, smem.dq);
+    }
   } else if (warp < 8) {
     ptx::setmaxnreg_inc<224>();
     ScoreWarpgroup{params, smem, 0}.run(work);

@@ -386,7 +386,8 @@ def test_a_tile_is_said_to_be_from_the_module_that_has_it(explained, line, table
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
 def test_passes_for_one_gradient_are_explained_as_such(explained, dtype, size):
     """Wide dk and dv have a pass each where a score branches, and both passes multiply q with k."""
-    line = f"--backward --dtype {dtype} --softcap 30 --head-dim 192 --head-dim-v 128"
+    options = "--softcap 30 --dropout 0.1 --arrays alibi_slopes"
+    line = f"--backward --dtype {dtype} {options} --head-dim 192 --head-dim-v 128"
     kernels = explained(line)["kernels"]
     (forward,) = (own for own in kernels if own["kernel"].startswith("forward"))
     dk, dv = (own for own in kernels if "_dkv_" in own["kernel"])
@@ -733,7 +734,6 @@ def test_warm_leaves_out_what_its_help_says(command, monkeypatch):
     help_text = " ".join(command("cache --help")[1].split())
     for name, other in {
         "small batches": replace(narrow, batch=1, heads_q=4, heads_kv=4),
-        "grouped heads": replace(wide, heads_kv=2),
         "head_dim_v": replace(narrow, head_dim_v=32),
         "packed sequences": replace(narrow, batch=1, seqlens=(4000, 96)),
         "windows": replace(narrow, window=(512, 0)),
@@ -743,7 +743,8 @@ def test_warm_leaves_out_what_its_help_says(command, monkeypatch):
     }.items():
         assert name in help_text
         assert not set(kernels_of(other, H100, backward=True)) <= there, name
-    for like in (replace(narrow, seqlen_q=2048, seqlen_k=3000), replace(narrow, heads_kv=2)):
+    grouped = (replace(own, heads_kv=2) for own in (narrow, wide))
+    for like in (replace(narrow, seqlen_q=2048, seqlen_k=3000), *grouped):
         assert set(kernels_of(like, H100, backward=True)) <= there
 
 

@@ -1,4 +1,6 @@
-"""Do all options compose in Hopper's gradients: of two kernels, and in one pass with several parts?
+"""Do all options compose in Hopper's gradients: of two kernels, and in one pass?
+
+One pass has several parts, or above head size 128 pairs of thread blocks.
 
 The rows are those of `support.covering`, with head sizes and layouts that these kernels support. In
 `test_covering.py` the portable kernels compute every row.
@@ -48,13 +50,30 @@ def on_hopper(number: int, row: covering.Row) -> covering.Row:
     }
 
 
+def of_a_pair(number: int, row: covering.Row) -> covering.Row:
+    """Return a row above head size 128 with the options that registers of a pair leave room for."""
+    kept = _TOGETHER[number % len(_TOGETHER)]
+    alone = {"lengths": "none", "offset": "default", "position": "everything", "packed": "no"}
+    return (
+        on_hopper(number, row)
+        | {name: "none" for names in _TOGETHER for name in names if name not in kept}
+        | {"d": ("160", "256")[number % 2], "d_v": ("64", "136")[number // 2 % 2]}
+        | (alone if kept == ("segments",) else {})
+    )
+
+
+#: Options that a pair of thread blocks supports together, beside bounds.
+_TOGETHER = (
+    *itertools.combinations(("mask", "softcap", "alibi", "dropout"), 2), ("bias",), ("segments",),
+)  # fmt: skip
 _OF_HALVES = [row for row in covering.rows() if row["dtype"] in ("float16", "bfloat16")]
 ROWS = list(itertools.starmap(on_hopper, enumerate(_OF_HALVES[::4])))
+ROWS_OF_PAIRS = list(itertools.starmap(of_a_pair, enumerate(_OF_HALVES[::3])))
 
 
-def call_with_options(number: int) -> Call:
+def call_with_options(number: int, rows: list[covering.Row] = ROWS) -> Call:
     """Return the call of a row, with arrays aligned to 16 bytes."""
-    return covering.call_of(ROWS[number], number, times=8).but(lead=memory.ALIGNED)
+    return covering.call_of(rows[number], number, times=8).but(lead=memory.ALIGNED)
 
 
 @pytest.fixture
@@ -106,9 +125,19 @@ def test_every_row_has_two_kernels_of_a_hopper() -> None:
         assert {step.config.kernel for step in steps_of(number)} >= TWO_KERNELS, number
 
 
-def steps_of(number: int) -> tuple[LaunchStep, ...]:
+def test_every_row_of_pairs_has_one_pass_on_a_hopper() -> None:
+    """Each row above head size 128 has one pass; rows have all options that a pair supports."""
+    levels = {pair for row in ROWS_OF_PAIRS for pair in row.items()}
+    for name in itertools.chain(*_TOGETHER):
+        assert len({level for own, level in levels if own == name}) > 1, name
+    for number in range(len(ROWS_OF_PAIRS)):
+        steps = steps_of(number, ROWS_OF_PAIRS)
+        assert "backward_pair_sm90" in {step.config.kernel for step in steps}, number
+
+
+def steps_of(number: int, rows: list[covering.Row] = ROWS) -> tuple[LaunchStep, ...]:
     """Return the launches of a row's gradients on Hopper."""
-    call = call_with_options(number)
+    call = call_with_options(number, rows)
     return choose(
         described(call), hardware.typical("sm_90"), wanted=Wanted.of("qkv"),
         deterministic=call.deterministic,
@@ -132,11 +161,11 @@ def described(call: Call) -> Problem:
     return changed(problem, formulas=formulas_of(options))
 
 
-def kernels_within_the_budget(number: int) -> set[str]:
+def kernels_within_the_budget(number: int, rows: list[covering.Row] = ROWS) -> set[str]:
     """Return the kernels that a row runs on a GPU; its results are checked against the budget."""
     if cupy.cuda.Device().compute_capability != "90":
         pytest.skip("the device has no wgmma")
-    call = call_with_options(number)
+    call = call_with_options(number, rows)
     with planned_kernels() as configs:
         result = run(cupy, call)
     check(call, result)
@@ -155,3 +184,9 @@ def test_options_compose_with_parts(number: int) -> None:
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_options_compose_in_two_kernels(number: int) -> None:
     assert kernels_within_the_budget(number) >= TWO_KERNELS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(len(ROWS_OF_PAIRS)))
+def test_options_compose_in_a_pair_of_thread_blocks(number: int) -> None:
+    assert "backward_pair_sm90" in kernels_within_the_budget(number, ROWS_OF_PAIRS)

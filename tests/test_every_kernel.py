@@ -24,6 +24,7 @@ pytestmark = pytest.mark.gpu
 
 HEAD_DIMS = {
     "portable": (36, 36), "small": (3, 5), "hopper": (128, 128), "hopper 64": (64, 64),
+    "hopper 192": (192, 128), "hopper 256": (256, 256),
     "float32": (90, 76), "float32, narrow": (20, 28), "float32, wide": (180, 140),
 }  # fmt: skip
 BATCH, HEADS, ROWS, KEYS = 2, 4, 300, 410
@@ -133,7 +134,8 @@ def found(kernel: str, name: str, backward: bool) -> tuple[Call, Results, Budget
         backward_too = {"dout"} if backward else set()  # only kernels of gradients have this name
         own = [step for step in planned_launchers() if backward_too <= set(step.names)]
         served = any(step.maps is not None for step in own)
-        assert served == ("hopper" in kernel)
+        # At head size 256 a forward with two options that need registers is portable.
+        assert served == ("hopper" in kernel) or (kernel == "hopper 256" and not backward)
     return call, result, Budget(call)
 
 

@@ -401,7 +401,7 @@ def test_a_tile_is_traced_to_the_row_of_its_own_kernel(kernel):
 
 
 @pytest.mark.parametrize(
-    "given", [{"dtype": "float32"}, {"softcap": 30.0}, {"arrays": ("segment_ids",)}]
+    "given", [{"dtype": "float32"}, {"arrays": ("segment_ids",), "window": (512, 0)}]
 )
 def test_gradients_of_wide_heads_get_the_best_tile_in_both_passes(tmp_path, given):
     """A sweep times dk and dv by one tile, and both passes, each with its own key, get the best."""

@@ -156,6 +156,20 @@ CASES = (
         ends=(0, 130, 130, 131, 320),
     ),
     Case(
+        "packed sequences, softcap and dropout, head_dim 256", (1, 2, 330, 256), (1, 2, 330, 256),
+        options={"softcap": 20.0, "dropout": 0.2, "seed": 3}, ends=(0, 130, 130, 131, 320),
+    ),
+    Case(
+        "segments, head_dim 192 and 128", (1, 2, 193, 192), (1, 2, 320, 192), head_dim_v=128,
+        options={
+            "segment_ids": lambda rng: (np.sort(rng.integers(0, 3, 193)), np.arange(320) // 110)
+        },
+    ),
+    Case(
+        "slopes of keys on both sides", (1, 2, 300, 128), (1, 2, 420, 128), dtype=bfloat16,
+        options={"alibi_slopes": SLOPES},
+    ),
+    Case(
         "segments, slopes, a sink and dropout", (1, 2, 193, 64), (1, 2, 320, 64),
         options={
             "segment_ids": lambda rng: (np.sort(rng.integers(0, 3, 193)), np.arange(320) // 110),

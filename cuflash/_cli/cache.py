@@ -26,8 +26,8 @@ examples:
 
 warm needs no GPU. It compiles the kernels that a batch of 16 with 16 heads and 4096 queries and
 keys runs, for every dtype and head size named, with and without causal. It leaves out tiles of
-small batches and of grouped heads, another head_dim_v, packed sequences, windows and other score
-options, precision="tf32", deterministic=False. cuflash.compile(workloads) compiles any problem.
+small batches, another head_dim_v, packed sequences, windows and other score options,
+precision="tf32", deterministic=False. cuflash.compile(workloads) compiles any problem.
 """
 #: Files of the cache, and temporary files of a process that was killed while it wrote.
 _FILE = re.compile(r"([0-9a-f]{64}\.(cubin|json)|compiler\.json)(\.\w{8}\.tmp)?")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple, Self
 
 from cuflash._kernels import look_ups, portable, wgmma
-from cuflash._kernels.config import SCORED, KernelConfig
+from cuflash._kernels.config import HEAD_DIMS, SCORED, KernelConfig
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import needs_score_math, register_pressure
+from cuflash._kernels.score_config import register_pressure
 from cuflash._kernels.tables import Row, smallest
 
 #: The fastest tiles of benchmarks/sweeps on an H100 SXM: up to head size 128 of backward_sm90,
@@ -67,16 +67,12 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
                 "batch entries that are summed into one result have different keys",
             ),
             (
-                pair and needs_score_math(problem),
-                "a pair of thread blocks supports no score options but bounds",
-            ),
-            (
-                pair and problem.cu_seqlens_q is not None,
-                "a pair of thread blocks supports no packed sequences",
-            ),
-            (
                 _lacks_registers(request),
                 "registers do not hold a bias with these strides or this many options",
+            ),
+            (
+                pair and _walks_far(request),
+                "registers do not hold bounds or other options beside segments",
             ),
         )
         if not reason and pair != (smallest(ROWS, problem)[0] > WIDEST_ALONE):
@@ -129,25 +125,35 @@ def mask_stages(request: Request) -> int:
 
 
 def _lacks_registers(request: Request) -> bool:
-    """Are there no registers for a bias?"""
+    """Are there no registers for a bias, or above head size 128 for three options?"""
     problem = request.problem
-    if problem.bias is None or smallest(ROWS, problem)[0] <= _WIDEST_WITH_BIAS:
+    width, pressure = smallest(ROWS, problem)[0], register_pressure(problem)
+    if width > WIDEST_ALONE:
+        return pressure > (0 if problem.bias is not None else 2)
+    if problem.bias is None or width <= _WIDEST_WITH_BIAS:
         return False
-    return register_pressure(problem) > 1 or not bias_stages(request)
+    return pressure > 1 or not bias_stages(request)
+
+
+def _walks_far(request: Request) -> bool:
+    """Do walks of a pair over segments spill registers?"""
+    problem = request.problem
+    if problem.segment_ids_q is None:
+        return False
+    bounds = (
+        problem.window_left, problem.offset, problem.q_lengths, problem.kv_lengths,
+        problem.cu_seqlens_q,
+    )  # fmt: skip
+    bounded = any(bound is not None for bound in bounds)
+    if smallest(ROWS, problem)[0] == HEAD_DIMS[-1]:
+        bounded |= problem.window_right is not None
+    return bounded or register_pressure(problem) > 1
 
 
 def wins(request: Request, config: KernelConfig) -> bool:
     """Whether one pass is the default for a request: docs/backward-sm90.md.
 
-    It is where a device has shown it right and faster: up to head size 128 with every option but a
-    mask in global memory, above for plain and causal scores without shared keys. (D20, D190)
+    It is where a device has shown it right and faster: with every option but a mask in global
+    memory up to head size 128. (D20, D190)
     """
-    if config.head_dim <= WIDEST_ALONE:
-        return config.mask_stages > 0 or not config.mask
-    return not (
-        not config.scale_in_exponent
-        or config.window_left
-        or any(request.problem.k.summed)
-        or config.offset != "value"
-        or (config.q_lengths, config.kv_lengths) != ("none", "none")
-    )
+    return config.head_dim > WIDEST_ALONE or config.mask_stages > 0 or not config.mask

@@ -13,7 +13,7 @@ namespace cuflash {
 // What a tile streams: the keys that its queries see, or the queries that see its keys.
 enum class Walk { keys, queries };
 
-template <Walk walk>
+template <Walk walk, int tile_size = walk == Walk::keys ? Config::block_m : Config::block_n>
 struct VisitedBlocks {
   static constexpr bool segmented = Score::has_segments;
   static constexpr int block_size = walk == Walk::keys ? Config::block_n : Config::block_m;
@@ -101,8 +101,8 @@ struct VisitedBlocks {
     const Range streamed{begin, begin + block_size};
     const auto ids = walk == Walk::keys ? score.key_bounds<block_size>(streamed)
                                         : score.query_bounds<block_size>(streamed);
-    const auto own = walk == Walk::keys ? score.query_bounds<Config::block_m>(tile)
-                                        : score.key_bounds<Config::block_n>(tile);
+    const auto own = walk == Walk::keys ? score.query_bounds<tile_size>(tile)
+                                        : score.key_bounds<tile_size>(tile);
     const bool judged = lane_index() < chunk ? ids.overlaps(own) : ids.is_same_single_id(own);
     bits = __ballot_sync(0xffffffff, exists && judged);
   }

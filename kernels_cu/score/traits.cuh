@@ -55,10 +55,10 @@ struct ScoreTraits {
   // Is a logit the sum of a multiple of q.k, a distance's term and a bias that is there for every
   // pair, visible or hidden? Then pairs are hidden after the exponentials, in a branch. A mask in
   // global memory hides pairs in all blocks, which leaves no branch unless there is a right bound,
-  // and without a branch there are too few registers.
+  // and up to head size 128 there are too few registers without a branch.
   static constexpr bool hides_after_exponentials =
       adds_only && (Config::bias == Dtype::none || Config::bias_stages) && !Config::mask_mod &&
-      (!Config::mask || Config::mask_stages || Config::window_right);
+      (!Config::mask || Config::mask_stages || Config::window_right || Config::head_dim > 128);
 
   // Does that branch take hidden pairs from bits of columns? Bounds alone are compared instead.
   static constexpr bool hides_by_bits = has_segments || (Config::mask && !Config::mask_stages);

@@ -57,14 +57,17 @@ struct FirstRowsFirst : VisitedBlocks<Walk::queries> {
   CUFLASH_DEVICE bool in_range(int block) const { return block < ranges.end; }
 };
 
-struct LastRowsFirst : VisitedBlocks<Walk::queries> {
+template <int tile_keys>
+struct LastRowsFirstOf : VisitedBlocks<Walk::queries, tile_keys> {
+  using Base = VisitedBlocks<Walk::queries, tile_keys>;
   static constexpr bool sums_over_keys = true;
 
-  using VisitedBlocks::VisitedBlocks;
+  using Base::Base, Base::last_from, Base::next_before, Base::ranges;
   CUFLASH_DEVICE int first() { return last_from(ranges.end - 1); }
   CUFLASH_DEVICE int next(int block) { return next_before(block); }
   CUFLASH_DEVICE bool in_range(int block) const { return block >= ranges.begin; }
 };
+using LastRowsFirst = LastRowsFirstOf<Config::block_n>;
 
 // Statistics of the rows of a block, distributed over the lanes of a warp.
 struct LaneStatistics {

@@ -9,11 +9,11 @@
 namespace cuflash {
 
 // Number of tiles of keys before tile `rank` that add to sum number `sum` of a block of queries.
-// Tile t adds to number t % sums. Called by a whole warp.
+// Tile t adds to number t % sums. Called by a whole warp where there are segments.
+template <int tile_keys = Config::block_n>
 CUFLASH_DEVICE int tiles_before(const Score& score, int block, int rank, int sum, int sums) {
-  constexpr int tile_keys = Config::block_n;
   const Range rows{block * Config::block_m, (block + 1) * Config::block_m};
-  const int first = score.kv_blocks(rows.begin, rows.end).begin;
+  const int first = score.kv_blocks(rows.begin, rows.end).begin / (tile_keys / Config::block_n);
   if constexpr (!Score::has_segments) {
     const int skipped = (sum + sums - first % sums) % sums;
     return max(rank - first - skipped + sums - 1, 0) / sums;

@@ -15,7 +15,6 @@ constexpr int tile_keys = 2 * Config::block_n;
 // odd, half of the middle one.
 constexpr int whole_panels = Config::head_dim / 128;
 constexpr bool shares_middle = Config::head_dim % 128 != 0;
-static_assert(Score::is_plain, "other scores need more registers");
 static_assert(Config::block_m == 64 && Config::block_n == 64,
               "one warpgroup computes all scores of a block");
 static_assert(Config::head_dim % 64 == 0 && Config::head_dim_v % 64 == 0,
@@ -47,6 +46,7 @@ struct StagedDq {
 // If registers add dq: passes the turn to them and back.
 struct RegisterAddition {
   uint64_t may_add, added;
+  bool is_first;  // is the tile the first to add, so that it stores?
 
   CUFLASH_DEVICE void init_barriers() {
     init(may_add, 1);
@@ -102,8 +102,10 @@ struct Work {
 
   CUFLASH_DEVICE static Work at(const BackwardParams& params, int index) {
     const Tile tile = tile_of(params.grid, index);
-    const int tile_key = tile.block * tile_keys, rank = ptx::cluster_rank();
-    return {KeyTile::of(params, tile.owner, 0, tile_key + rank * Config::block_n), tile_key};
+    const Place place = place_of<tile_keys>(Packing::of_keys(params.score), tile.block);
+    const int tile_key = place.block * tile_keys,
+              first_key = tile_key + static_cast<int>(ptx::cluster_rank()) * Config::block_n;
+    return {KeyTile::of(params, tile.owner, place.sequence, first_key), tile_key};
   }
   CUFLASH_DEVICE Range tile() const { return {tile_key, tile_key + tile_keys}; }
   // The number of the sum of dq to which the tile adds.
@@ -112,14 +114,14 @@ struct Work {
   }
   // How many tiles add to this sum of a block of queries before this tile.
   CUFLASH_DEVICE int turn(const BackwardParams& params, const Score& score, int block) const {
-    const int first_row = block * Config::block_m;
-    const int first_block = score.kv_blocks(first_row, first_row + Config::block_m).begin;
-    return (tile_key / tile_keys - first_block / 2) / params.dq_sums;
+    return tiles_before<tile_keys>(score, block, tile_key / tile_keys, sum(params), params.dq_sums);
   }
   CUFLASH_DEVICE int other_key() const {
     return tile_key + static_cast<int>(other_rank()) * Config::block_n;
   }
 };
+
+using PairWalk = LastRowsFirstOf<tile_keys>;
 
 // Calls visit(score, entry_index, block, masked) for each block of queries, in the same order for
 // all roles, and finish() after the blocks of an entry.
@@ -131,7 +133,7 @@ CUFLASH_DEVICE void walk_blocks(const BackwardParams& params, const Work& work, 
     const Score score(params.score, work.keys.entry(params, index));
     const BlockRanges blocks =
         work.keys.own_blocks(score.q_blocks(work.tile().begin, work.tile().end), params);
-    LastRowsFirst walk(score, blocks, work.tile());
+    PairWalk walk(score, blocks, work.tile());
 #pragma unroll 1
     for (int block = walk.first(); walk.in_range(block); block = walk.next(block)) {
       visit(score, index, block, walk.masked(block));

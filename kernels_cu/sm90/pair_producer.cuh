@@ -20,7 +20,7 @@ struct Producer {
       const Score score(params.score, entry);
       const BlockRanges blocks =
           work.keys.own_blocks(score.q_blocks(work.tile().begin, work.tile().end), params);
-      LastRowsFirst walk(score, blocks, work.tile());
+      PairWalk walk(score, blocks, work.tile());
       load_rows_of(*this, entry, score.seqlen, walk);
     }
   }

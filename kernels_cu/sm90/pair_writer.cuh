@@ -12,14 +12,11 @@ struct Addition {
   DqAccum sums;
   DqSemaphore semaphore;
   int block;
-  int turn;
 
-  CUFLASH_DEVICE Addition(const BackwardSm90Params& params, const Work& work, const Score& score,
-                          int index, int block)
+  CUFLASH_DEVICE Addition(const BackwardSm90Params& params, const Work& work, int index, int block)
       : sums(params, work.keys.entry(params, index), work.sum(params)),
         semaphore(params, work.keys, index, work.sum(params), 2),
-        block(block),
-        turn(work.turn(params, score, block)) {}
+        block(block) {}
 
   CUFLASH_DEVICE int slices() const { return sums.slices(block, 0); }
   CUFLASH_DEVICE int place() const { return 2 * block + ptx::cluster_rank(); }  // index of its turn
@@ -38,20 +35,22 @@ struct Writer {
         params, work,
         [&](const Score& score, int index, int block, bool) {
           if (ring.stage() == writer) {
-            write({params, work, score, index, block}, ring.full_parity());
+            const int turn = work.turn(params, score, block);
+            if (lane_index() == 0) write({params, work, index, block}, turn, ring.full_parity());
           }
           ring.advance();
         },
         [] {});
-    ptx::tma_store_wait();  // the thread block must not end before its stores are complete
+    // The thread block must not end before its stores are complete.
+    if (lane_index() == 0) ptx::tma_store_wait();
   }
 
  private:
-  CUFLASH_DEVICE void write(const Addition& own, uint32_t parity) const {
+  CUFLASH_DEVICE void write(const Addition& own, int turn, uint32_t parity) const {
     wait(dq.full[writer], parity);
-    add_in_turn(own.semaphore, own.place(), own.turn, dq.empty[writer], [&] {
+    add_in_turn(own.semaphore, own.place(), turn, dq.empty[writer], [&] {
       const int slices = own.slices();
-      const bool is_first = own.turn == 0;
+      const bool is_first = turn == 0;
 #pragma unroll
       for (int i = 0; i < whole_panels; ++i) {
         start_adding(own.sums.part(own.block, first_whole_panel() + i), dq.whole(i, 0).value[0][0],
@@ -77,20 +76,26 @@ struct SemaphoreWarp {
     walk_blocks(
         params, work,
         [&](const Score& score, int index, int block, bool) {
-          const Addition own(params, work, score, index, block);
-          if (Config::deterministic || own.turn > 0) {
-            own.semaphore.wait(own.place(), Config::deterministic ? own.turn : 1);
-          }
-          arrive_if(dq.may_add, true);
-          wait(dq.added, ring.full_parity());
-          if (Config::deterministic || own.turn == 0) own.semaphore.release(own.place(), own.turn);
+          const int turn = work.turn(params, score, block);
+          if (lane_index() == 0) pass_turn({params, work, index, block}, turn, ring.full_parity());
           ring.advance();
         },
         [] {});
   }
+
+ private:
+  CUFLASH_DEVICE void pass_turn(const Addition& own, int turn, uint32_t parity) const {
+    if (Config::deterministic || turn > 0) {
+      own.semaphore.wait(own.place(), Config::deterministic ? turn : 1);
+    }
+    dq.is_first = turn == 0;
+    arrive_if(dq.may_add, true);
+    wait(dq.added, parity);
+    if (Config::deterministic || turn == 0) own.semaphore.release(own.place(), turn);
+  }
 };
 
-// Called by one thread of each warp of the first warpgroup that does not load.
+// Called by each warp of the first warpgroup that does not load, or by its first lane.
 CUFLASH_DEVICE void run_dq_warps(const BackwardSm90Params& params, const Work& work, int warp,
                                  StagedDq& dq) {
   if (warp == 1 || warp == 2) Writer{params, dq, warp - 1u}.run(work);
