@@ -73,7 +73,7 @@ struct Defaults {
   static constexpr int block_m = 64;
   static constexpr int block_n = 64;
   static constexpr int num_warps = 4;
-  static constexpr int rows = 1;  // rows of a thread block that combines parts
+  static constexpr int rows = 1;           // rows of a thread block that combines parts
   static constexpr int blocks_per_sm = 1;  // thread blocks that the register budget allows
   // Thread blocks that share a tile of rows. Each computes its own columns of the result.
   static constexpr int split_columns = 1;

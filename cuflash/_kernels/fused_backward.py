@@ -150,8 +150,8 @@ def _walks_far(request: Request) -> bool:
     return bounded or register_pressure(problem) > 1
 
 
-def wins(request: Request, config: KernelConfig) -> bool:
-    """Whether one pass is the default for a request: docs/backward-sm90.md.
+def wins(config: KernelConfig) -> bool:
+    """Whether one pass is the default where it can serve: docs/backward-sm90.md.
 
     It is where a device has shown it right and faster: with every option but a mask in global
     memory up to head size 128. (D20, D190)

@@ -186,7 +186,7 @@ def _fused(call: _Call, names: frozenset[str], override: BackwardConfigs) -> Ker
         return None
     if names >= _ALL:
         found = _first_passes("dqkv", call, override.qkv)
-        if found and (asked or fused_backward.wins(call.request, found[0])):
+        if found and (asked or fused_backward.wins(found[0])):
             return found[0]
     if asked:
         raise unusable_config(override.qkv, call.request.problem, call.hardware)
