@@ -243,9 +243,11 @@ struct DqWarpgroup {
   CUFLASH_DEVICE void add_tile(const Work& work) {
     walk_blocks(
         params, work,
-        [&](const Score&, int index, int block, bool) {
+        [&](const Score& score, int index, int block, bool) {
           multiply();
-          stage_or_add(smem.dq, {params, work, index, block});
+          // The turns of segments are counted by the warp of the semaphores.
+          const bool is_first = !Score::has_segments && work.turn(params, score, block) == 0;
+          stage_or_add(smem.dq, {params, work, index, block}, is_first);
           ring.advance();
         },
         [] {});
@@ -284,7 +286,7 @@ struct DqWarpgroup {
   }
 
   // Stages our columns of dq for a writer.
-  CUFLASH_DEVICE void stage_or_add(StagedDq& dq, const Addition&) const {
+  CUFLASH_DEVICE void stage_or_add(StagedDq& dq, const Addition&, bool) const {
     const Ring<writers> writer{ring.uses}, before{ring.uses - 1};
     wait(dq.empty[before.stage()], before.full_parity());
     const int slice = warp_index() % 4;
@@ -298,9 +300,9 @@ struct DqWarpgroup {
   }
 
   // Adds our columns of dq to the sums from registers.
-  CUFLASH_DEVICE void stage_or_add(RegisterAddition& dq, const Addition& own) const {
+  CUFLASH_DEVICE void stage_or_add(RegisterAddition& dq, const Addition& own, bool is_first) const {
     wait(dq.may_add, ring.full_parity());
-    const bool is_first = dq.is_first;
+    if constexpr (Score::has_segments) is_first = dq.is_first;
     const int slice = warp_index() % 4;
     if (warp_any(slice < own.slices())) {
 #pragma unroll
@@ -337,8 +339,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
   const Work work = Work::at(params, tile);
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   // Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
-  // Walks over segments take 8 more in the first warpgroup.
-  constexpr int producer_registers = 24 + 8 * stages_dq + 8 * Score::has_segments,
+  // Segments, packed sequences and bounds from arrays take 8 more in the first warpgroup.
+  constexpr bool walks_far =
+      Score::has_segments || Score::holds_bounds || Config::cu_seqlens != Dtype::none;
+  constexpr int producer_registers = 24 + 8 * stages_dq + 8 * walks_far,
                 dq_registers = 128 - producer_registers;
   if (warp < 4) {
     ptx::setmaxnreg_dec<producer_registers>();

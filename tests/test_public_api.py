@@ -270,7 +270,7 @@ def test_show_config_returns_what_it_prints(capsys):
 @pytest.mark.gpu
 def test_show_config_describes_the_device():
     table = cuflash.show_config(mode="dicts")
-    assert re.fullmatch(r"serves CUDA \d+\.\d+", table["driver"])
+    assert re.fullmatch(r"supports CUDA \d+\.\d+", table["driver"])
     assert re.fullmatch(r"\d+ of \d+: .*, sm_\d+, \d+ GiB", table["device"])
     assert re.fullmatch(r"\d+\.\d+", table["nvrtc"])
 

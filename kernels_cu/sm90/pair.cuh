@@ -46,7 +46,7 @@ struct StagedDq {
 // If registers add dq: passes the turn to them and back.
 struct RegisterAddition {
   uint64_t may_add, added;
-  bool is_first;  // is the tile the first to add, so that it stores?
+  bool is_first;  // is the tile the first to add, so that it stores? Written if there are segments
 
   CUFLASH_DEVICE void init_barriers() {
     init(may_add, 1);
@@ -114,7 +114,12 @@ struct Work {
   }
   // How many tiles add to this sum of a block of queries before this tile.
   CUFLASH_DEVICE int turn(const BackwardParams& params, const Score& score, int block) const {
-    return tiles_before<tile_keys>(score, block, tile_key / tile_keys, sum(params), params.dq_sums);
+    const int tile = tile_key / tile_keys, first_row = block * Config::block_m;
+    if constexpr (Score::has_segments) {
+      return tiles_before<tile_keys>(score, block, tile, sum(params), params.dq_sums);
+    }
+    const int first_block = score.kv_blocks(first_row, first_row + Config::block_m).begin;
+    return (tile - first_block / 2) / params.dq_sums;
   }
   CUFLASH_DEVICE int other_key() const {
     return tile_key + static_cast<int>(other_rank()) * Config::block_n;

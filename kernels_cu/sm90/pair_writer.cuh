@@ -88,7 +88,7 @@ struct SemaphoreWarp {
     if (Config::deterministic || turn > 0) {
       own.semaphore.wait(own.place(), Config::deterministic ? turn : 1);
     }
-    dq.is_first = turn == 0;
+    if constexpr (Score::has_segments) dq.is_first = turn == 0;
     arrive_if(dq.may_add, true);
     wait(dq.added, parity);
     if (Config::deterministic || turn == 0) own.semaphore.release(own.place(), turn);
