@@ -58,9 +58,10 @@ def test_a_gradient_in_any_order_has_a_kernel_of_its_own():
         assert not kernels[2].deterministic
         assert kernels[2].replace(deterministic=True) == ordered[2]
         assert kernels[:2] + kernels[3:] == ordered[:2] + ordered[3:]
-    masked = replace(WORK, arrays=("mask",), head_dim=256, head_dim_v=256)
-    assert kernels_of(replace(masked, deterministic=False), H100, backward=True) == kernels_of(
-        masked, H100, backward=True
+    options = {"arrays": ("segment_ids",), "causal": True}
+    segments = replace(WORK, head_dim=256, head_dim_v=256, **options)  # in three kernels
+    assert kernels_of(replace(segments, deterministic=False), H100, backward=True) == kernels_of(
+        segments, H100, backward=True
     )
 
 

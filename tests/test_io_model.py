@@ -41,7 +41,8 @@ SCHEMES = {
     ),
     "two passes": ({"head_dim": 64}, "sm_90", ["backward_dkv_sm90", "backward_dq_sm90"]),
     "three passes": (
-        {"softcap": 5.0, "head_dim": 192, "head_dim_v": 160}, "sm_90",
+        {"softcap": 5.0, "dropout": 0.5, "arrays": ("alibi_slopes",),
+         "head_dim": 192, "head_dim_v": 160}, "sm_90",
         ["backward_dkv_sm90", "backward_dkv_sm90", "backward_dq_sm90"],
     ),
     "portable": ({}, "sm_80", ["backward_dkv_sm80", "backward_dq_sm80"]),
