@@ -81,7 +81,7 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let one pass compute every gradient that it can, in several parts.
 
     There are as many parts as entries that share keys, or twice as many where parts may share an
-    entry. Without this fixture, masks and segments are computed in one pass only with ``config=``.
+    entry.
     """
 
     def parts(problem: Problem, config: Any, _: int) -> int:

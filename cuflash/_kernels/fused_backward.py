@@ -128,8 +128,11 @@ def _lacks_registers(request: Request) -> bool:
     """Are there no registers for a bias, or above head size 128 for three options?"""
     problem = request.problem
     width, pressure = smallest(ROWS, problem)[0], register_pressure(problem)
+    if width > WIDEST_ALONE and problem.bias is not None:
+        lengths = problem.q_lengths is not None or problem.kv_lengths is not None
+        return pressure > 0 or (problem.window_left is not None and lengths)
     if width > WIDEST_ALONE:
-        return pressure > (0 if problem.bias is not None else 2)
+        return pressure > 2
     if problem.bias is None or width <= _WIDEST_WITH_BIAS:
         return False
     return pressure > 1 or not bias_stages(request)
@@ -153,7 +156,11 @@ def _walks_far(request: Request) -> bool:
 def wins(config: KernelConfig) -> bool:
     """Whether one pass is the default where it can serve: docs/backward-sm90.md.
 
-    It is where a device has shown it right and faster: with every option but a mask in global
-    memory up to head size 128. (D20, D190)
+    It is not where registers spill: at head size 128 for a mask in global memory beside other
+    options of scores. (D20, D190)
     """
-    return config.head_dim > WIDEST_ALONE or config.mask_stages > 0 or not config.mask
+    if config.head_dim != WIDEST_ALONE or config.mask_stages or not config.mask:
+        return True
+    arrays = config.alibi_slopes, config.segment_ids
+    formulas = config.score_mod or config.mask_mod
+    return arrays == ("none", "none") and not config.softcap and not formulas

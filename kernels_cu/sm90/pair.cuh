@@ -126,6 +126,7 @@ struct Work {
   }
 };
 
+// Visits a block if the keys of either thread block may have a segment in common with its queries.
 using PairWalk = LastRowsFirstOf<tile_keys>;
 
 // Calls visit(score, entry_index, block, masked) for each block of queries, in the same order for
