@@ -36,15 +36,22 @@ CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
   if constexpr (Config::overlaps) ptx::wait_for_previous_kernel();
   const PartSums sums(lse, parts);
   Real acc[lane_columns] = {};
+#pragma unroll 1
+  for (int first = 0; first < parts; first += 32) {  // each lane weighs one of 32 parts
+    const Real own_lse = first + lane < parts ? lse[first + lane] : -infinity();
+    const Real own_share = sums.share(own_lse);
+    const uint32_t seen = __ballot_sync(0xffffffff, own_lse != -infinity());
+    const int count = min(parts - first, 32);
 #pragma unroll 4
-  for (int i = warp; i < parts; i += row_warps) {
-    const bool seen = lse[i] != -infinity();
-    const Real share = sums.share(lse[i]);
+    for (int i = warp; i < count; i += row_warps) {
+      const Real share = __shfl_sync(0xffffffff, own_share, i);
+      const Real* from = out + static_cast<int64_t>(first + i) * width;
 #pragma unroll
-    for (int c = 0; c < lane_columns; ++c) {
-      const int column = lane + 32 * c;
-      const bool read = seen && column < width;
-      acc[c] += read ? share * out[static_cast<int64_t>(i) * width + column] : 0;
+      for (int c = 0; c < lane_columns; ++c) {
+        const int column = lane + 32 * c;
+        const bool read = (seen >> i & 1) && column < width;
+        acc[c] += read ? share * from[column] : 0;
+      }
     }
   }
   const RowTarget to(params.out, params.out_layout, entry, 0, width, Config::head_dim_v);
@@ -58,24 +65,25 @@ CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
   if constexpr (row_warps == 1) {
 #pragma unroll
     for (int c = 0; c < lane_columns; ++c) store(lane + 32 * c, acc[c]);
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int c = 0; c < lane_columns; ++c) {
-    if (lane + 32 * c < Config::head_dim_v) smem.sums[warp][lane + 32 * c] = acc[c];
-  }
-  __syncthreads();  // every warp has written its sums
-  for (int column = ptx::thread_index(); column < width; column += Config::num_threads) {
-    Real sum = 0;
+    for (int c = 0; c < lane_columns; ++c) {
+      if (lane + 32 * c < Config::head_dim_v) smem.sums[warp][lane + 32 * c] = acc[c];
+    }
+    __syncthreads();  // every warp has written its sums
+    for (int column = ptx::thread_index(); column < width; column += Config::num_threads) {
+      Real sum = 0;
 #pragma unroll
-    for (int w = 0; w < row_warps; ++w) sum += smem.sums[w][column];
-    store(column, sum);
+      for (int w = 0; w < row_warps; ++w) sum += smem.sums[w][column];
+      store(column, sum);
+    }
   }
 }
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
+// Without a number of thread blocks ptxas spills registers to run more of them.
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 2)
     cuflash_forward_combine(const __grid_constant__ cuflash::CombineParams params) {
   using namespace cuflash;
   combine(params, shared_memory<SharedMemory>());

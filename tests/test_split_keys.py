@@ -203,7 +203,7 @@ def test_more_parts_than_a_warp_has_lanes(
 ) -> None:
     """More parts and columns than lanes are right, with strided results and parts without a key."""
     splits(40)
-    monkeypatch.setattr(forward_combine, "BLOCKS_PER_SM", 0 if many else 8)
+    monkeypatch.setattr(forward_combine, "BLOCKS_PER_SM", 0 if many else 4)
     options = {"kv_lengths": np.array([2560, 300]), **seen}
     shapes = (2, 3, 24), (2, 2560, 24), (2, 2560, 72)
     call = make_call("normal", 5, np.dtype(np.float16), *shapes, options=options, wrt=())

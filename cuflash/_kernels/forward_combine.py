@@ -10,7 +10,7 @@ from cuflash._problem.problem import Problem
 
 _WARPS = 8
 _PARTS_OF_A_WARP = 8  # parts that a warp reads about as fast as all warps of a thread block do
-BLOCKS_PER_SM = 8  # thread blocks that an SM runs at once
+BLOCKS_PER_SM = 4  # thread blocks that an SM runs at once, about
 
 
 class Own(NamedTuple):
