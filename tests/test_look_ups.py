@@ -75,17 +75,17 @@ def gradient_of(head_dim: int, **options: Any) -> Any:
     return chosen.fused(describe(q, k, k, Options(**options)), deterministic=True)
 
 
-def test_one_pass_is_chosen_where_a_mask_comes_through_shared_memory() -> None:
-    """One pass takes masks through shared memory, segments and biases; other masks two kernels."""
+def test_one_pass_is_chosen_beside_a_mask() -> None:
+    """One pass takes masks, segments and biases; a mask beside a bias takes two kernels."""
     q, k = (np.zeros((2, 2, n, 64), bfloat16) for n in (100, 208))
     mask, bias = np.ones((100, 208), np.bool_), np.zeros((100, 208), bfloat16)
     ids = (np.zeros(100, np.int32), np.zeros(208, np.int32))
     for options, stages in (
         ({"mask": mask}, (0, 4)),
         ({"mask": mask, "segment_ids": ids, "causal": True}, (0, 4)),
-        ({"mask": mask, "softcap": 3.0}, None),
+        ({"mask": mask, "softcap": 3.0}, (0, 0)),
         ({"mask": mask, "bias": bias}, None),
-        ({"mask": np.ones((100, 209), np.bool_)[:, 1:]}, None),
+        ({"mask": np.ones((100, 209), np.bool_)[:, 1:]}, (0, 0)),
         ({"bias": bias}, (3, 0)),
         ({"segment_ids": ids}, (0, 0)),
     ):

@@ -156,11 +156,14 @@ def _walks_far(request: Request) -> bool:
 def wins(config: KernelConfig) -> bool:
     """Whether one pass is the default where it can serve: docs/backward-sm90.md.
 
-    It is not where registers spill: at head size 128 for a mask in global memory beside other
-    options of scores. (D20, D190)
+    Up to head size 128 it is not for a mask in global memory beside a bias, which is not measured,
+    nor at 128 beside other options of scores, where registers spill. (D20, D190)
     """
-    if config.head_dim != WIDEST_ALONE or config.mask_stages or not config.mask:
+    if config.head_dim > WIDEST_ALONE or config.mask_stages or not config.mask:
         return True
+    if config.bias != "none":
+        return False
     arrays = config.alibi_slopes, config.segment_ids
     formulas = config.score_mod or config.mask_mod
-    return arrays == ("none", "none") and not config.softcap and not formulas
+    alone = arrays == ("none", "none") and not config.softcap and not formulas
+    return config.head_dim < WIDEST_ALONE or alone
