@@ -90,12 +90,7 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
       hide_pairs(s_acc, score, first_row, first_key, masked);
       to_operand(frag, s_acc);
     } else {
-      const GlobalBias bias(score, {first_row, first_key});
-      if (Score::hides_pairs || warp_any(masked)) {
-        compute_p_and_weights<true>(s_acc, kept, score, bias, first_row, first_key);
-      } else {
-        compute_p_and_weights<false>(s_acc, kept, score, bias, first_row, first_key);
-      }
+      compute_biased_weights(s_acc, kept, score, first_row, first_key, masked);
     }
     if constexpr (Config::grad_v) start_dv();
     if constexpr (Config::grad_k) {

@@ -100,12 +100,7 @@ struct ScoreWarpgroup : DkvWarpgroup<64> {
       hide_pairs(s_acc, score, first_row, first_key, masked);
       to_kept_operand(s_acc, kept);
     } else {
-      const GlobalBias bias(score, {first_row, first_key});
-      if (Score::hides_pairs || warp_any(masked)) {
-        compute_p_and_weights<true>(s_acc, kept, score, bias, first_row, first_key);
-      } else {
-        compute_p_and_weights<false>(s_acc, kept, score, bias, first_row, first_key);
-      }
+      compute_biased_weights(s_acc, kept, score, first_row, first_key, masked);
     }
     if (!dp_beside_p) start_dp(dp_acc);
     start_dv();

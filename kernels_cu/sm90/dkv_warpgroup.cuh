@@ -209,6 +209,18 @@ struct DkvWarpgroup {
     if constexpr (Score::adds_only) to_kept_operand(s_acc, kept);
   }
 
+  // compute_p_and_weights() with a bias from global memory. Pairs are hidden where some may be.
+  CUFLASH_DEVICE void compute_biased_weights(float (&s_acc)[1][tiles][4],
+                                             const KeptBits<1, tiles>& kept, const Score& score,
+                                             int first_row, int first_key, bool masked) {
+    const GlobalBias bias(score, {first_row, first_key});
+    if (Score::hides_pairs || warp_any(masked)) {
+      compute_p_and_weights<true>(s_acc, kept, score, bias, first_row, first_key);
+    } else {
+      compute_p_and_weights<false>(s_acc, kept, score, bias, first_row, first_key);
+    }
+  }
+
   // Packs probabilities as the operand p^T, with 0 for pairs that dropout drops.
   CUFLASH_DEVICE void to_kept_operand(const float (&p)[1][tiles][4],
                                       const KeptBits<1, tiles>& kept) {
