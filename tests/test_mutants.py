@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mutants
@@ -96,7 +97,8 @@ def run(tmp_path, monkeypatch):
 
     def judge(mutant, kernels, deadline):
         asked.append(mutant.name)
-        return mutants.Outcome(mutant.name, fates.get(mutant.name, "killed"), 0.1, "", "")
+        fate = fates.get(mutant.name, "killed")
+        return mutants.Outcome(mutant.name, mutant.digest, fate, 0.1, "", "")
 
     def main():
         asked.clear()
@@ -119,6 +121,9 @@ def test_a_run_cut_short_goes_on_where_it_ended(run, monkeypatch):
     assert (found["mutants"], found["killed"]) == (len(ALL), len(ALL) - 1)
     assert found["survived"] == {names[3]: ""}
     assert [o["name"] for o in found["outcomes"]] == names
+    changed = replace(ALL[0], wrong=f"{ALL[0].wrong} ")
+    monkeypatch.setattr(mutants, "mutants", lambda _: (changed, *ALL[1:]))
+    assert run.main()[1] == names[:1]
     monkeypatch.setattr(mutants.gpu_digest, "digest", lambda: "of other sources")
     assert run.main()[:2] == (0, names)
 
@@ -139,7 +144,7 @@ def test_the_recorded_run_was_complete_and_noticed_enough():
     for name, reason in said["survived"].items():
         assert reason, f"{name} was not noticed, and nothing says why"
         assert reasons[name] == reason
-    assert set(reasons) <= {o["name"] for o in said["outcomes"]}
+    assert {m.digest for m in ALL} <= {o["mistake"] for o in said["outcomes"]}
 
 
 @pytest.mark.parametrize("document", TABLES)

@@ -62,6 +62,11 @@ class Mutant:
     kind: str = "gpu"  # key of TABLES
 
     @property
+    def digest(self) -> str:
+        """Digest of the entry in the table: an outcome belongs to what the entry says."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    @property
     def path(self) -> Path:
         """The file, relative to the root of the project."""
         return Path(TABLES[self.kind][1], self.file)
@@ -80,6 +85,7 @@ class Outcome:
     """The outcome of a mutant: killed, survived, broken (does not compile) or not run."""
 
     name: str
+    mistake: str  # digest of the mutant
     outcome: str
     seconds: float
     expected: str
@@ -162,7 +168,7 @@ def judge(mutant: Mutant, kernels: Path, deadline: float) -> Outcome:
     """Try one mistake, unless the deadline has passed."""
     start = time.perf_counter()
     if start > deadline:
-        return Outcome(mutant.name, "not run", 0.0, mutant.survives, "")
+        return Outcome(mutant.name, mutant.digest, "not run", 0.0, mutant.survives, "")
     with tempfile.TemporaryDirectory() as name:
         copy = copy_project(Path(name), mutant)
         status, said = run_tests(copy, mutant.tests, kernels, TIMEOUTS[mutant.kind])
@@ -174,7 +180,8 @@ def judge(mutant: Mutant, kernels: Path, deadline: float) -> Outcome:
     if no_test_failed or any(word in said for word in NO_PROGRAM) or " skipped" in said:
         outcome = "broken"
     last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
-    return Outcome(mutant.name, outcome, time.perf_counter() - start, mutant.survives, last[:200])
+    took = time.perf_counter() - start
+    return Outcome(mutant.name, mutant.digest, outcome, took, mutant.survives, last[:200])
 
 
 def without_mistake(test: str, kernels: Path, timeout: float) -> str:
@@ -185,26 +192,25 @@ def without_mistake(test: str, kernels: Path, timeout: float) -> str:
     return "" if passed else f"{test}: status {status}\n{said[-800:]}"
 
 
-def state(kind: str = "gpu") -> dict[str, str]:
-    """Digests of the sources and of the table to which outcomes belong; host: of all packages."""
-    mistakes = (Path(__file__).parent / TABLES[kind][0]).read_bytes().replace(b"\r\n", b"\n")
-    digest = gpu_digest.digest() if kind == "gpu" else gpu_digest.digest(apart=())
-    return {"digest": digest, "mistakes": hashlib.sha256(mistakes).hexdigest()}
+def sources(kind: str = "gpu") -> str:
+    """Digest of the sources to which outcomes belong; host: of all packages."""
+    return gpu_digest.digest() if kind == "gpu" else gpu_digest.digest(apart=())
 
 
-def kept(said: dict[str, Any], now: dict[str, str]) -> list[Outcome]:
-    """Outcomes of a report that are still valid; empty if the report is of another state."""
-    if any(said.get(name) != value for name, value in now.items()):
+def kept(said: dict[str, Any], digest: str, every: Iterable[Mutant]) -> list[Outcome]:
+    """Outcomes of a report on the sources of this digest whose mutants have not changed."""
+    if said.get("digest") != digest:
         return []
-    settled = ("killed", "survived")
-    return [Outcome(**o) for o in said["outcomes"] if o["outcome"] in settled]
+    now = {(mutant.name, mutant.digest) for mutant in every}
+    outcomes = [Outcome(**o) for o in said["outcomes"] if o["outcome"] in ("killed", "survived")]
+    return [o for o in outcomes if (o.name, o.mistake) in now]
 
 
 def report(outcomes: Sequence[Outcome], seconds: float, kind: str = "gpu") -> dict[str, Any]:
     """The report of outcomes, as values for JSON."""
     killed = sum(o.outcome == "killed" for o in outcomes)
     return {
-        **state(kind),
+        "digest": sources(kind),
         "device": next(iter(query_driver("name")), "") if kind == "gpu" else "no GPU",
         "date": dt.date.today().isoformat(),
         "mutants": len(outcomes),
@@ -233,14 +239,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args(argv)
-    every, now = mutants(arguments.kind), state(arguments.kind)
+    every = mutants(arguments.kind)
     chosen = [m for m in every if not arguments.names or any(n in m.name for n in arguments.names)]
     start = time.perf_counter()
     deadline = start + arguments.within
     said = {}
     if arguments.json and arguments.json.exists():
         said = json.loads(arguments.json.read_text(encoding="utf-8"))
-    known = {o.name: o for o in kept(said, now)}
+    known = {o.name: o for o in kept(said, sources(arguments.kind), every)}
     left = [m for m in chosen if m.name not in known]
     PROCESSES.set_forkserver_preload(list(PRELOADED))
     tests = sorted({test for mutant in left for test in mutant.tests})
