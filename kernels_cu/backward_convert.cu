@@ -52,6 +52,7 @@ CUFLASH_DEVICE uint32_t convert_slice(const BackwardParams& params, const BatchI
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
     cuflash_backward_convert(const __grid_constant__ cuflash::BackwardParams params) {
   using namespace cuflash;
+  if constexpr (Config::overlaps) ptx::wait_for_previous_kernel();
   // The last tiles first: their sums are still in the L2 cache.
   const Tile tile = tile_of(params.grid, gridDim.x - 1 - blockIdx.x);
   const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), tile.block);

@@ -6,6 +6,7 @@
 // (+inf, 0), whatever their dout holds. With a sink the lse of such a row is finite: its delta is 0
 // because its out is 0. Rows far from 0 get (NaN, delta): all results that they reach become NaN,
 // and are computed again.
+#include "ptx/dependents.cuh"
 #include "ptx/once.cuh"
 #include "schedule/scheduler.cuh"
 
@@ -75,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   // Later kernels read dout again, but not out.
   using DoutColumns = LaneColumns<Config::dtype, false>;
   using OutColumns = LaneColumns<Config::out_dtype, true>;
+  if constexpr (Config::overlaps) ptx::launch_dependents();  // a one-pass kernel waits for this one
   clear_turns(params);
   // The last tiles first: the out that the forward wrote last is still in the L2 cache. At the end
   // the cache holds the tiles of dout with which the next kernel starts.

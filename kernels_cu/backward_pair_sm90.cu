@@ -241,7 +241,8 @@ struct DqWarpgroup {
         [&](const Score& score, int index, int block, bool) {
           multiply();
           // The turns of segments are counted by the warp of the semaphores.
-          const bool is_first = !Score::has_segments && work.turn(params, score, block) == 0;
+          bool is_first = false;
+          if constexpr (!Score::has_segments) is_first = work.turns(params, score).is_first(block);
           stage_or_add(smem.dq, {params, work, index, block}, is_first);
           ring.advance();
         },
@@ -321,6 +322,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
         cuflash_backward_pair_sm90(const __grid_constant__ cuflash::BackwardSm90Params params) {
   using namespace cuflash;
   SharedMemory& smem = shared_memory<SharedMemory>();
+  wait_for_delta();
   if (sequences_overlap(params.score)) return;
   if (threadIdx.x == 0) {
     init_barriers(smem);

@@ -199,11 +199,11 @@ struct DqWarpgroup {
       const DqSemaphore semaphore(params, work, index, sum);
       const DqAccum sums(params, entry, sum);
       const BlockRanges blocks = work.own_blocks(score.q_blocks(keys.begin, keys.end), params);
+      const Turns<> turns(score, tile, params.dq_sums);
       LastRowsFirst walk(score, blocks, keys);
 #pragma unroll 1
       for (int block = walk.first(); walk.in_range(block); block = walk.next(block)) {
-        const int turn = tiles_before(score, block, tile, sum, params.dq_sums);
-        multiply_block({sums, semaphore, block, turn});
+        multiply_block({sums, semaphore, block, turns.of(block)});
         if constexpr (Config::grad_bias) {
           gradient(work, index).store(smem.ds[ring.stage()], block, work.first_key);
           arrive_as_readers(smem.ds_empty[ring.stage()], true);
@@ -424,6 +424,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   using namespace cuflash;
   SharedMemory& smem = shared_memory<SharedMemory>();
   if (threadIdx.x == 0) init_barriers(smem);
+  wait_for_delta();
   if (sequences_overlap(params.score)) return;
   __syncthreads();  // all mbarriers are initialised
   // Registers of each thread. Summed over all warpgroups they equal what the block got at launch.

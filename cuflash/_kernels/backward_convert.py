@@ -11,6 +11,7 @@ class Own(NamedTuple):
     """Fields of this kernel alone."""
 
     grad_bias: bool = False  # did the one-pass kernel write the gradient of a bias?
+    overlaps: bool = True  # does it start while sums are added, and wait for them?
 
 
 class BackwardConvertConfig(KernelConfig):
@@ -22,10 +23,16 @@ class BackwardConvertConfig(KernelConfig):
     parts = SCORED | {"own": Own}
     row_warps = 0  # warps own slices of 16 rows and 64 columns
 
+    @property
+    def starts_early(self) -> bool:
+        """Whether it starts while sums are added."""
+        return bool(self.overlaps)
+
     @classmethod
     def after(cls, config: KernelConfig) -> Self:
         """The kernel that converts the sums of ``config``, a kernel of all gradients."""
         values = config.values()
         values["block_n"] = config.own_rows  # keys of a tile, which adds to one of the sums
         values["num_warps"] = config.block_m // 16 * -(-config.head_dim // 64)
+        values["overlaps"] = True
         return cls(**{name: values[name] for part in cls.parts.values() for name in part._fields})

@@ -15,6 +15,7 @@ class Own(NamedTuple):
     num_warps: int  # warps of a thread block
     block_m: int  # queries of a thread block
     grad_lse: bool  # is there a cotangent of lse?
+    overlaps: bool = False  # may a one-pass kernel start before this one ends?
 
 
 class DeltaConfig(KernelConfig):
@@ -27,7 +28,13 @@ class DeltaConfig(KernelConfig):
 
     @classmethod
     def of(
-        cls, problem: Problem, out_dtype: np.dtype[Any], copy_bytes: int, *, grad_lse: bool
+        cls,
+        problem: Problem,
+        out_dtype: np.dtype[Any],
+        copy_bytes: int,
+        *,
+        grad_lse: bool,
+        overlaps: bool = False,
     ) -> Self:
         """The kernel for a problem with an out of ``out_dtype``."""
         return cls(
@@ -38,4 +45,5 @@ class DeltaConfig(KernelConfig):
             num_warps=4,
             block_m=64,
             grad_lse=grad_lse,
+            overlaps=overlaps,
         )

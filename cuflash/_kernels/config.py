@@ -223,6 +223,11 @@ class KernelConfig:
         return 0
 
     @property
+    def starts_early(self) -> bool:
+        """Whether it may start while the previous kernel runs, for which it then waits."""
+        return False
+
+    @property
     def own_rows(self) -> int:
         """Rows of a tile's result, those of all thread blocks of a cluster together."""
         return self.cluster_blocks * int(getattr(self, self.owned))

@@ -48,6 +48,11 @@ class CombineConfig(KernelConfig):
         return cls(**own)
 
     @property
+    def starts_early(self) -> bool:
+        """Whether it starts while parts are computed."""
+        return bool(self.overlaps)
+
+    @property
     def smem_bytes(self) -> int:
         """A row of sums for each warp, where several warps share a row."""
         warps = self.num_warps // self.rows

@@ -85,6 +85,11 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
             raise ValueError(f"{self.grad_bias=}: the kernel cannot compute this bias's gradient")
 
     @property
+    def starts_early(self) -> bool:
+        """Whether it starts while ``backward_delta.cu`` runs: always."""
+        return True
+
+    @property
     def can_write_bias(self) -> bool:
         """Can the kernel store ds as the gradient of a bias?
 

@@ -201,7 +201,7 @@ def plan_launch(
         offsets=grid.offsets(),
         maps=maps,
         drawn_on=drawn_on,
-        overlaps=config.computes == "combine" and config.overlaps,
+        overlaps=config.starts_early,
         cluster=cluster,
     )
 

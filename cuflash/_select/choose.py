@@ -142,13 +142,15 @@ def _backward(
     problem = request.problem
     out_bytes = access.copy_bytes(problem, "dout", "out", address_bits=access.out_bits)
     out_dtype = wanted.out_dtype or problem.dtype
-    delta = DeltaConfig.of(problem, out_dtype, out_bytes, grad_lse=wanted.grad_lse)
-    steps = [LaunchStep(delta)]
     sums = {
         name: score_sums(problem, name, wanted.shapes[name], request.num_sms)
         for name in SUMMED if name in names
     }  # fmt: skip
     fused: Any = _fused(call, names, override)
+    delta = DeltaConfig.of(
+        problem, out_dtype, out_bytes, grad_lse=wanted.grad_lse, overlaps=fused is not None
+    )
+    steps = [LaunchStep(delta)]
     if fused is not None:
         if "bias" in sums and sums["bias"].is_of_single_pairs(problem) and fused.can_write_bias:
             fused = fused.replace(grad_bias=True)

@@ -11,7 +11,8 @@ namespace cuflash::ptx {
 CUFLASH_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // Waits until the previous kernel is done and its writes are visible. Returns at once if this
-// kernel was launched without overlap, after the previous one.
+// kernel was launched without overlap, after the previous one. Every thread block calls it, also
+// one that has nothing to do: the kernel after this one relies on both.
 CUFLASH_DEVICE void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }

@@ -111,6 +111,9 @@ struct ScoreTraits {
       Config::window_left || Config::window_right || may_hide_rows;
   static constexpr bool masks_before_full = Config::window_left;
 
+  // Does a row that sees any key see keys from the first one on, as far as bounds decide?
+  static constexpr bool sees_from_first = !Config::window_left;
+
   static constexpr bool scales_operands =
       Config::q_scale != Dtype::none || Config::k_scale != Dtype::none;
 

@@ -8,16 +8,24 @@
 
 namespace cuflash {
 
+// The first tile of keys that a block of queries sees.
+template <int tile_keys>
+CUFLASH_DEVICE int first_tile(const Score& score, int block) {
+  const int first_row = block * Config::block_m;
+  const int first = score.kv_blocks(first_row, first_row + Config::block_m).begin;
+  return first / (tile_keys / Config::block_n);
+}
+
 // Number of tiles of keys before tile `rank` that add to sum number `sum` of a block of queries.
 // Tile t adds to number t % sums. Called by a whole warp where there are segments.
 template <int tile_keys = Config::block_n>
 CUFLASH_DEVICE int tiles_before(const Score& score, int block, int rank, int sum, int sums) {
-  const Range rows{block * Config::block_m, (block + 1) * Config::block_m};
-  const int first = score.kv_blocks(rows.begin, rows.end).begin / (tile_keys / Config::block_n);
+  const int first = first_tile<tile_keys>(score, block);
   if constexpr (!Score::has_segments) {
     const int skipped = (sum + sums - first % sums) % sums;
     return max(rank - first - skipped + sums - 1, 0) / sums;
   }
+  const Range rows{block * Config::block_m, (block + 1) * Config::block_m};
   const auto own = score.query_bounds<Config::block_m>(rows);
   int before = 0;
 #pragma unroll 1
@@ -28,6 +36,39 @@ CUFLASH_DEVICE int tiles_before(const Score& score, int block, int rank, int sum
   }
   return before;
 }
+
+// The turns of tile `rank`: how many tiles before it add to the same sum of a block of queries. The
+// warps that add are in a hurry: a division for each block would delay all sums.
+template <int tile_keys = Config::block_n>
+struct Turns {
+  // Without a left bound a block sees the first key, or none, and has the same turn as any other.
+  static constexpr bool are_equal = Score::sees_from_first && !Score::has_segments;
+
+  const Score& score;
+  const int rank, sums;
+  const int of_all;
+
+  CUFLASH_DEVICE Turns(const Score& score, int rank, int sums)
+      : score(score), rank(rank), sums(sums), of_all(are_equal ? rank / sums : 0) {}
+
+  // Called by a whole warp where there are segments.
+  CUFLASH_DEVICE int of(int block) const {
+    if constexpr (are_equal) return of_all;
+    if constexpr (Score::has_segments) {
+      return tiles_before<tile_keys>(score, block, rank, rank % sums, sums);
+    }
+    return sums == 1 ? since_first(block) : since_first(block) / sums;
+  }
+  CUFLASH_DEVICE bool is_first(int block) const {
+    static_assert(!Score::has_segments, "of() would have to count");
+    return since_first(block) < sums;
+  }
+
+ private:
+  CUFLASH_DEVICE int since_first(int block) const {
+    return rank - first_tile<tile_keys>(score, block);
+  }
+};
 
 struct DqSemaphore {
   uint32_t* of_entry;
@@ -51,6 +92,13 @@ struct DqSemaphore {
     ptx::store_release(of_entry + place, turn + 1);
   }
 };
+
+// Waits for backward_delta.cu, which stores statistics of rows and clears turns. The kernel that
+// adds up sums may start, and waits for this one. Called by all threads.
+CUFLASH_DEVICE void wait_for_delta() {
+  ptx::wait_for_previous_kernel();
+  ptx::launch_dependents();
+}
 
 // Do packed sequences overlap, since their ends decrease? Some tiles would then never be drawn, and
 // others would wait for them for ever. Called by all threads.

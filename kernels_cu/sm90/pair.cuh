@@ -112,14 +112,8 @@ struct Work {
   CUFLASH_DEVICE int sum(const BackwardParams& params) const {
     return tile_key / tile_keys % params.dq_sums;
   }
-  // How many tiles add to this sum of a block of queries before this tile.
-  CUFLASH_DEVICE int turn(const BackwardParams& params, const Score& score, int block) const {
-    const int tile = tile_key / tile_keys, first_row = block * Config::block_m;
-    if constexpr (Score::has_segments) {
-      return tiles_before<tile_keys>(score, block, tile, sum(params), params.dq_sums);
-    }
-    const int first_block = score.kv_blocks(first_row, first_row + Config::block_m).begin;
-    return (tile - first_block / 2) / params.dq_sums;
+  CUFLASH_DEVICE Turns<tile_keys> turns(const BackwardParams& params, const Score& score) const {
+    return {score, tile_key / tile_keys, params.dq_sums};
   }
   CUFLASH_DEVICE int other_key() const {
     return tile_key + static_cast<int>(other_rank()) * Config::block_n;

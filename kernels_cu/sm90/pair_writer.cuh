@@ -35,7 +35,7 @@ struct Writer {
         params, work,
         [&](const Score& score, int index, int block, bool) {
           if (ring.stage() == writer) {
-            const int turn = work.turn(params, score, block);
+            const int turn = work.turns(params, score).of(block);
             if (lane_index() == 0) write({params, work, index, block}, turn, ring.full_parity());
           }
           ring.advance();
@@ -76,7 +76,7 @@ struct SemaphoreWarp {
     walk_blocks(
         params, work,
         [&](const Score& score, int index, int block, bool) {
-          const int turn = work.turn(params, score, block);
+          const int turn = work.turns(params, score).of(block);
           if (lane_index() == 0) pass_turn({params, work, index, block}, turn, ring.full_parity());
           ring.advance();
         },
