@@ -69,9 +69,7 @@ CUFLASH_DEVICE void add_entry(const BackwardParams& params, SharedMemory& smem, 
     load_keys(params, smem, entry, first_key);
   }
 
-  const int warp_key = warp_index() % row_warps * 16 * slices;
   const int partner = partner_index();
-  const int other_warp = (warp_index() + row_warps) % Config::num_warps;
   const int first_q = score.seqlen.first_q;
   const RowSource q(params.q, params.q_layout, entry, first_q, params.head_dim);
   const RowSource dout(params.dout, params.dout_layout, entry, first_q, params.head_dim_v);
@@ -89,6 +87,9 @@ CUFLASH_DEVICE void add_entry(const BackwardParams& params, SharedMemory& smem, 
 #pragma unroll 1
   for (int next; m_block < blocks.end; m_block = next) {
     const int first_row = m_block * Config::block_m;
+    const int warp = ptx::thread_index() / 32;  // computed anew: it occupies no register in between
+    const int warp_key = warp % row_warps * 16 * slices;
+    const int other_warp = (warp + row_warps) % Config::num_warps;
     const bool one_segment = visited.has_tile_segment(m_block);
     next = visited.next_after(m_block);
     ptx::cp_async_wait<0>();
@@ -110,15 +111,16 @@ CUFLASH_DEVICE void add_entry(const BackwardParams& params, SharedMemory& smem, 
       if constexpr (!Config::grad_k) clear_fully_masked_rows(smem.rows[stage], smem.dout);
       clear_fully_masked_rows(smem.rows[stage], smem.q);
     }
+    const int own_row = first_row + partner * half_rows, own_key = first_key + warp_key;
+    const KeysAhead<slices, half_rows / 8> look_ups(score, own_row, own_key);
     clear(s_acc);
     multiply_transposed(s_acc, read_rows(smem.k, warp_key), read_columns(smem.q[partner]));
 
     const RowStatistics* own_rows = &smem.rows[stage][partner * half_rows];
-    const int own_row = first_row + partner * half_rows;
     if (blocks.masked(m_block) || !one_segment) {
-      compute_p_ds<true>(s_acc, dp_acc, own_rows, score, own_row, first_key + warp_key);
+      compute_p_ds<true>(s_acc, dp_acc, own_rows, score, own_row, own_key, look_ups);
     } else {
-      compute_p_ds<false>(s_acc, dp_acc, own_rows, score, own_row, first_key + warp_key);
+      compute_p_ds<false>(s_acc, dp_acc, own_rows, score, own_row, own_key, look_ups);
     }
     Register p_frag[slices][steps][operand_registers];
     Register ds_frag[slices][steps][operand_registers];

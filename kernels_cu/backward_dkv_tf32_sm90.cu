@@ -134,6 +134,7 @@ CUFLASH_DEVICE void add_entry(const BackwardParams& params, Shared& smem, int wa
   for (int block = visited.first_from(tile.blocks.begin); block < tile.blocks.end;
        block = visited.next_after(block)) {
     const int stage = ring.stage(), first_row = block * Config::block_m;
+    const KeysAhead<1, Config::block_m / 8> look_ups(tile.score, first_row, first_key);
     float s_acc[1][Config::block_m / 8][4], dp_acc[1][Config::block_m / 8][4];
     smem.q_ring.read(ring, [&] {
       multiply_transposed<columns_of_a_score, Score::leaves_registers_for_products>(
@@ -147,9 +148,11 @@ CUFLASH_DEVICE void add_entry(const BackwardParams& params, Shared& smem, int wa
     }
     smem.rows_ring.wait_full(ring);
     if (warp_any(tile.blocks.masked(block) || !visited.has_tile_segment(block))) {
-      compute_p_ds<true>(s_acc, dp_acc, smem.rows[stage], tile.score, first_row, first_key);
+      compute_p_ds<true>(s_acc, dp_acc, smem.rows[stage], tile.score, first_row, first_key,
+                         look_ups);
     } else {
-      compute_p_ds<false>(s_acc, dp_acc, smem.rows[stage], tile.score, first_row, first_key);
+      compute_p_ds<false>(s_acc, dp_acc, smem.rows[stage], tile.score, first_row, first_key,
+                          look_ups);
     }
     smem.rows_ring.release_as_reader(ring);
     if constexpr (Config::grad_v) {

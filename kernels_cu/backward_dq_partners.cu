@@ -99,14 +99,15 @@ CUFLASH_DEVICE void add_entry(const BackwardParams& params, SharedMemory& smem, 
     ptx::cp_async_wait<0>();
     __syncthreads();  // k has arrived, and every warp has read v
     if (next < blocks.end) load_v(next);
+    const int own_row = first_row + warp_row, own_key = first_key + partner * half_keys;
+    const RowsAhead<slices, half_keys / 8> look_ups(score, own_row, own_key);
     clear(s_acc);
     multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[partner]));
-    const int own_key = first_key + partner * half_keys;
-    drop_gradients(dp_acc, score, first_row + warp_row, own_key);
+    drop_gradients(dp_acc, score, own_row, own_key);
     if (blocks.masked(n_block) || !one_segment) {
-      compute_ds<true>(s_acc, dp_acc, statistics, score, first_row + warp_row, own_key);
+      compute_ds<true>(s_acc, dp_acc, statistics, score, own_row, own_key, look_ups);
     } else {
-      compute_ds<false>(s_acc, dp_acc, statistics, score, first_row + warp_row, own_key);
+      compute_ds<false>(s_acc, dp_acc, statistics, score, own_row, own_key, look_ups);
     }
     Register ds_frag[slices][steps][operand_registers];
     to_operand(ds_frag, s_acc);

@@ -78,6 +78,10 @@ CUFLASH_DEVICE void produce_blocks(const BackwardParams& params, SharedMemory& s
   }
 }
 
+// 64 keys leave no registers for a bias during a product.
+using LookUps = If<(Config::block_n > 32), RowsWhenNeeded<Config::block_n / 8>,
+                   RowsAhead<1, Config::block_n / 8>>;
+
 // Adds to dq of a warpgroup's 64 rows, over the keys that the tile's rows see.
 template <int dq_tiles>
 CUFLASH_DEVICE void add_blocks(const BackwardParams& params, SharedMemory& smem, int warp,
@@ -92,6 +96,7 @@ CUFLASH_DEVICE void add_blocks(const BackwardParams& params, SharedMemory& smem,
   for (int block = visited.first_from(tile.blocks.begin); block < tile.blocks.end;
        block = visited.next_after(block)) {
     const int stage = ring.stage(), first_key = block * Config::block_n;
+    const LookUps look_ups(tile.score, first_row, first_key);
     float s_acc[1][Config::block_n / 8][4], dp_acc[1][Config::block_n / 8][4];
     smem.k_ring.read(ring, [&] {
       multiply_transposed<columns_of_a_score, Score::leaves_registers_for_products>(
@@ -104,9 +109,9 @@ CUFLASH_DEVICE void add_blocks(const BackwardParams& params, SharedMemory& smem,
     });
     drop_gradients(dp_acc, tile.score, first_row, first_key);
     if (warp_any(tile.blocks.masked(block) || !visited.has_tile_segment(block))) {
-      compute_ds<true>(s_acc, dp_acc, statistics, tile.score, first_row, first_key);
+      compute_ds<true>(s_acc, dp_acc, statistics, tile.score, first_row, first_key, look_ups);
     } else {
-      compute_ds<false>(s_acc, dp_acc, statistics, tile.score, first_row, first_key);
+      compute_ds<false>(s_acc, dp_acc, statistics, tile.score, first_row, first_key, look_ups);
     }
     smem.summed_k_ring.read(ring, [&] { multiply_sums(dq_acc, s_acc, smem.summed_k[stage]); });
     ring.advance();

@@ -114,6 +114,10 @@ CUFLASH_DEVICE void produce_operand(const ForwardParams& params,
   }
 }
 
+// At head size 128 o leaves no registers for a bias during a product.
+using LookUps = If<(Config::head_dim_v > 64), RowsWhenNeeded<Config::block_n / 8>,
+                   RowsAhead<1, Config::block_n / 8>>;
+
 // Computes the softmax sums and o of a warpgroup's 64 rows, over the keys that the tile's rows see.
 template <int out_tiles>
 CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem, int warp,
@@ -135,15 +139,16 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem, int 
       ring.advance();
       continue;
     }
+    const LookUps look_ups(tile.score, first_row, first_key);
     float s_acc[1][Config::block_n / 8][4];
     smem.k_ring.read(ring, [&] {
       multiply_queries(s_acc, smem.q, SharedOperand<SharedMemory::KTile>(smem.k[stage]), warp);
     });
 
     if (warp_any(tile.blocks.masked(block) || !visited.has_tile_segment(block))) {
-      apply_score<true>(s_acc, tile.score, first_row, first_key);
+      apply_score<true>(s_acc, tile.score, first_row, first_key, look_ups);
     } else {
-      apply_score<false>(s_acc, tile.score, first_row, first_key);
+      apply_score<false>(s_acc, tile.score, first_row, first_key, look_ups);
     }
     softmax.update<true>(s_acc, o_acc, tile.score);
     drop_weights(s_acc, tile.score, first_row, first_key);

@@ -73,20 +73,15 @@ SPILLS = {
         16, "unequal head sizes: the counter of the loop over batch entries, once per entry"
     ),
     ("sm_80", "cuflash_backward_dkv_sm80", "16 bits", 64): Spill(
-        60, f"{COUNTER}; {NUMBERS}; {NO_DEVICE}"
+        16, f"{COUNTER}; {NUMBERS}; {NO_DEVICE}"
     ),
     ("sm_80", "cuflash_backward_dkv_sm80", "16 bits", 128): Spill(
-        140, f"{INVARIANTS}; the counter of the loop over batch entries; {NUMBERS}; {NO_DEVICE}"
+        108, f"{INVARIANTS}; the counter of the loop over batch entries; {NUMBERS}; {NO_DEVICE}"
     ),
     ("sm_80", "cuflash_forward_sm80", "float32", 256): Spill(
-        24,
+        32,
         "all options: a number from which dropout draws and two offsets, stored before the loop "
         f"over blocks, each loaded once per block; {NO_DEVICE}",
-    ),
-    ("sm_86", "cuflash_forward_sm80", "float32", 128): Spill(
-        8,
-        "all options: a number from which dropout draws, stored before the loop over blocks, "
-        "loaded once per block; no device of this kind was there to time its neighbours on",
     ),
     ("sm_86", "cuflash_forward_sm80", "float32", 256): Spill(
         16,
@@ -96,26 +91,18 @@ SPILLS = {
     ),
     ("sm_86", "cuflash_backward_dkv_sm80", "16 bits", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
     ("sm_86", "cuflash_backward_dkv_sm80", "16 bits", 128): Spill(
-        140, f"{INVARIANTS}; the counter of the loop over batch entries; {NUMBERS}; {NO_DEVICE}"
+        104, f"{INVARIANTS}; the counter of the loop over batch entries; {NUMBERS}; {NO_DEVICE}"
     ),
     ("sm_89", "cuflash_backward_dkv_sm80", "16 bits", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
-    ("sm_90", "cuflash_forward_sm80", "float64", 64): Spill(
-        8,
-        "all options: a number from which dropout draws, stored before the loop over blocks, "
-        "loaded once per block (12.9: nothing)",
-    ),
     ("sm_90", "cuflash_backward_dq_sm80", "16 bits", 128): Spill(
         32,
         f"{INVARIANTS}; the counter of the loop over batch entries: once per entry; the neighbour "
         "takes 1.20 times as long",
     ),
     ("sm_90", "cuflash_backward_dq_sm80", "float64", 128): Spill(
-        104,
+        88,
         f"packed: {INVARIANTS}; where operands lie in shared memory: as often; the counter of the "
         "loop over batch entries: once per entry (13.5: 16 bytes); the neighbours are not timed",
-    ),
-    ("sm_90", "cuflash_backward_dkv_sm80", "16 bits", 64): Spill(
-        72, f"{INVARIANTS}; the neighbour takes 1.19 times as long"
     ),
     ("sm_90", "cuflash_backward_dkv_sm80", "16 bits", 128): Spill(
         48, f"{INVARIANTS}; the neighbour takes 1.18 times as long"

@@ -36,6 +36,25 @@ from support.host_device import COMPILER, HostDevice, host_device, on_device, op
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 #: Rows of the covering array that together have every kernel, option and gradient.
 ROWS = (129, 145, 64)
+#: Options of calls with few rows and keys; kernels of partner warps hold one that changes scores.
+FEW_ROWS, FEW_KEYS = 75, 90
+_RNG = np.random.default_rng(5)
+_MASK = _RNG.random((2, 1, FEW_ROWS, FEW_KEYS)) < 0.7
+_MASK[0, 0, 20:40] = False  # rows that see nothing
+ONE_OPTION: dict[str, dict[str, Any]] = {
+    "bias, window": {"bias": _RNG.standard_normal((2, FEW_ROWS, FEW_KEYS)), "window": (40, 8)},
+    "key bias": {"bias": _RNG.standard_normal((2, 1, 1, FEW_KEYS))},
+    "dropout": {"dropout": 0.25, "seed": 3},
+    "transposed bias": {"bias": _RNG.standard_normal((FEW_KEYS, FEW_ROWS)).T},
+    "mask, causal": {"mask": _MASK, "causal": True},
+    "bias of -inf": {"bias": np.where(_MASK, 0.5, -np.inf)},
+    "slopes": {"alibi_slopes": np.array([0.1, 0.3])},
+    "softcap, causal": {"softcap": 5.0, "causal": True},
+    "segments, lengths": {
+        "segment_ids": tuple(np.sort(_RNG.integers(0, 3, (2, 1, n))) for n in (FEW_ROWS, FEW_KEYS)),
+        "q_lengths": np.array([[75], [50]]), "kv_lengths": np.array([[90], [33]]),
+    },
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -116,6 +135,22 @@ def test_tiles_of_float32_are_split_once(device: HostDevice, head_dims: tuple[in
         np.testing.assert_array_equal(poisoned[name], gradient, name)
     passes = 1 if max(head_dims) <= 64 else 2
     assert device.launched.count("cuflash_backward_dkv_sm80") == 2 * passes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "head_dim"), list(zip(ONE_OPTION, itertools.cycle((48, 90, 128)), strict=False))
+)
+def test_float64_gradients_of_partner_warps(device: HostDevice, name: str, head_dim: int) -> None:
+    """Gradients with an option are within the budget, with and without shared heads."""
+    for heads in (2, 1):
+        keys = (2, heads, FEW_KEYS)
+        shapes = (2, 2, FEW_ROWS, head_dim), (*keys, head_dim), (*keys, head_dim - 8)
+        options = ONE_OPTION[name] | {"enable_gqa": heads == 1}
+        call = make_call("normal", 7, np.float64, *shapes, options=options)
+        check(call, cuflash.Options(**options))
+    kernels = ["cuflash_backward_dkv_partners", "cuflash_backward_dq_partners"]
+    assert [device.launched.count(kernel) for kernel in kernels] == [2, 2]
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from cuflash._kernels.tables import Row
 #: A tile: block_m, block_n, num_warps, blocks_per_sm.
 ROWS = (
     Row("float64", 64, ((64, 64, 8, 1),), "D58"),
+    Row("float64, general", 64, ((32, 64, 8, 1),), "D58"),
     Row("float64", 96, ((32, 64, 8, 1),), "D58"),
     Row("float64", 128, ((32, 64, 8, 1),), "D58"),
 )
@@ -22,7 +23,9 @@ class BackwardKVPartnersConfig(portable.PartnersConfig):
 
     kernel = "backward_dkv_partners"
     computes = "dkv"
-    parts = SCORED | portable.KV_PARTS | {"own": portable.Partners}
+    parts = (
+        SCORED | portable.KV_PARTS | {"own": portable.Partners, "held": portable.BiasInRegisters}
+    )
     owned = "block_n"  # queries are streamed
     streams = range(32, 129, 32)  # each warp computes half of the scores
 
@@ -49,7 +52,10 @@ class BackwardKVPartnersConfig(portable.PartnersConfig):
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The tile of its table row for each pass; nothing if it does not fit."""
         problem = request.problem
-        (values,) = portable.candidates(cls, ROWS, request, portable.fields(cls, request))
+        own = portable.fields(cls, request) | {"holds_bias": problem.bias is not None}
+        (values,) = portable.candidates(
+            cls, ROWS, request, own, general=portable.has_options(problem)
+        )
         if not portable.fits(cls.draft(values), request.smem_limit):
             return ()
         passes = portable.kv_passes(problem, request.keys, together=True)

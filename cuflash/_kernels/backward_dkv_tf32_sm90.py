@@ -14,7 +14,7 @@ class BackwardKVTf32Sm90Config(tf32_sm90.Tf32Config):
 
     kernel = "backward_dkv_tf32_sm90"
     computes = "dkv"
-    parts = SCORED | portable.KV_PARTS | {"own": tf32_sm90.Stages}
+    parts = SCORED | portable.KV_PARTS | {"own": tf32_sm90.Stages, "held": portable.BiasInRegisters}
     owned = "block_n"  # queries are streamed
 
     def check(self) -> None:

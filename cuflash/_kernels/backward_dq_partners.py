@@ -12,6 +12,7 @@ from cuflash._kernels.tables import Row
 #: A tile: block_m, block_n, num_warps, blocks_per_sm.
 ROWS = (
     Row("float64", 64, ((64, 64, 8, 1),), "D58"),
+    Row("float64, general", 64, ((64, 32, 8, 1),), "D58"),
     Row("float64", 96, ((64, 32, 8, 1),), "D58"),
     Row("float64", 128, ((64, 32, 8, 1),), "D58"),
 )
@@ -22,7 +23,7 @@ class BackwardQPartnersConfig(portable.PartnersConfig):
 
     kernel = "backward_dq_partners"
     computes = "dq"
-    parts = SCORED | {"own": portable.Partners}
+    parts = SCORED | {"own": portable.Partners, "held": portable.BiasInRegisters}
     streams = range(32, 257, 32)  # each warp computes half of the scores
 
     @property
@@ -39,5 +40,8 @@ class BackwardQPartnersConfig(portable.PartnersConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The tile of its table row; nothing if it does not fit."""
-        (values,) = portable.candidates(cls, ROWS, request, portable.fields(cls, request))
+        own = portable.fields(cls, request) | {"holds_bias": request.problem.bias is not None}
+        (values,) = portable.candidates(
+            cls, ROWS, request, own, general=portable.has_options(request.problem)
+        )
         return (cls(**values),) if portable.fits(cls.draft(values), request.smem_limit) else ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from cuflash._kernels import tf32_sm90, wgmma
+from cuflash._kernels import portable, tf32_sm90, wgmma
 from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
 
@@ -14,7 +14,7 @@ class BackwardQTf32Sm90Config(tf32_sm90.Tf32Config):
 
     kernel = "backward_dq_tf32_sm90"
     computes = "dq"
-    parts = SCORED | {"own": tf32_sm90.Stages}
+    parts = SCORED | {"own": tf32_sm90.Stages, "held": portable.BiasInRegisters}
 
     @property
     def smem_bytes(self) -> int:

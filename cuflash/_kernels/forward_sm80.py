@@ -87,7 +87,7 @@ class ForwardConfig(KernelConfig):
     kernel = "forward_sm80"
     params = "ForwardParams"
     computes = "out"
-    parts = SCORED | {"own": portable.Forward}
+    parts = SCORED | {"own": portable.Forward, "held": portable.BiasInRegisters}
     tunables = (*portable.TUNABLES, "num_stages")
     splits_keys = of_few_rows = reads_pages = True
 
@@ -115,6 +115,7 @@ class ForwardConfig(KernelConfig):
         """The first tile of its table row that fits; ``simt`` if none does."""
         own = portable.fields(cls, request) | {"sink": dtype_of(request.problem.sink)}
         own["paged"] = request.problem.pages is not None
+        own["holds_bias"] = portable.holds_wide_bias(request)
         general = needs_score_math(request.problem) or not own["scale_in_exponent"]
         general = general or request.problem.num_queries is not None
         if split_keys.wanted(request) or split_keys.has_tiles_of_few_rows(request):

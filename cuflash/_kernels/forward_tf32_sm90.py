@@ -16,7 +16,7 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
     kernel = "forward_tf32_sm90"
     params = "ForwardParams"
     computes = "out"
-    parts = SCORED | {"own": portable.Forward}
+    parts = SCORED | {"own": portable.Forward, "held": portable.BiasInRegisters}
     other_warps = 8
     splits_keys = True
 
@@ -57,7 +57,12 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The fastest tile of benchmarks/sweeps (H100 SXM); two stages if they fit. (D39, D43)"""
-        own = tf32_sm90.fields(cls, request, 128, 64) | {"sink": dtype_of(request.problem.sink)}
+        problem = request.problem
+        own = tf32_sm90.fields(cls, request, 128, 64) | {"sink": dtype_of(problem.sink)}
+        bounded = problem.window_left is not None or problem.window_right is not None
+        lengths = problem.q_lengths is not None or problem.kv_lengths is not None
+        if wgmma.widest(problem) > 64 and lengths and not bounded:  # a held bias would spill
+            own["holds_bias"] = False
         if split_keys.wanted(request):
             own |= split_keys.fields(cls, request)
         return tf32_sm90.staged(cls, request, own)

@@ -106,6 +106,18 @@ def can_hold_bias(problem: Problem) -> bool:
     return problem.bias is not None and problem.bias.dtype.itemsize <= 4 and not asked
 
 
+def holds_wide_bias(request: Request) -> bool:
+    """Whether the forward of float32 or float64 reads the bias of a row at once.
+
+    Results wider than 128 columns leave no registers for it.
+    """
+    problem = request.problem
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 128
+    asked = problem.formulas is not None and problem.formulas.score_mod
+    wide = problem.dtype.itemsize >= 4 and precision_of(problem) == "ieee"
+    return problem.bias is not None and wide and narrow and not asked and not request.simt
+
+
 def holds_bias(request: Request, own: Mapping[str, Any]) -> bool:
     """Whether a float32 gradient kernel keeps the bias of each lane's pairs in registers.
 
@@ -309,13 +321,20 @@ class PartnersConfig(KernelConfig):
             raise ValueError(f"num_warps = {self.num_warps} must be even: two warps share rows")
 
 
+def has_options(problem: Problem) -> bool:
+    """Whether options or packed sequences take registers from partner warps."""
+    return needs_score_math(problem) or problem.cu_seqlens_q is not None
+
+
 def why_not_partners(request: Request, rows: Sequence[Row]) -> str:
     """Why no kernel with partners (warps that share rows) serves a request; or empty."""
     problem = request.problem
     if request.simt or problem.dtype != np.float64:
         return "partner warps, which share rows, are for float64 on tensor cores"
-    if needs_score_math(problem) or problem.cu_seqlens_q is not None:
-        return "score options and packed sequences need registers that partner warps do not leave"
+    if problem.formulas is not None:
+        return "a formula's registers are unknown"
+    if register_pressure(problem) + (problem.bias is not None) > 1:
+        return "registers of partner warps hold one option that changes scores"
     widest = max(padded(d) for d in (problem.head_dim, problem.head_dim_v))
     if widest not in {row.head_dims for row in rows}:
         return f"no tile of partner warps is {widest} columns wide"

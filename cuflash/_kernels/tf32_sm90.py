@@ -76,6 +76,7 @@ def fields(
     """Fields of every float32 kernel except ``num_stages``."""
     found = portable.fields(kernel, request) | head_dims(request.problem)
     found |= {"block_m": block_m, "block_n": block_n, "blocks_per_sm": 1}
+    found["holds_bias"] = portable.can_hold_bias(request.problem)
     return found | {"num_warps": kernel.warps_for(found[kernel.owned])}
 
 

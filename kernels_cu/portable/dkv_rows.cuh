@@ -1,6 +1,7 @@
 // What a warp does with its keys' rows of dk and dv, for all kinds of products: p, ds, epilogue.
 #pragma once
 
+#include "portable/look_ups.cuh"
 #include "simt/recompute_rows.cuh"
 #include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
@@ -56,10 +57,10 @@ struct alignas(16) TwoRows {
 };
 
 // Replaces s^T by p^T and dp^T by ds^T.
-template <bool masked, int slices, int tiles>
+template <bool masked, int slices, int tiles, typename LookUps>
 CUFLASH_DEVICE void compute_p_ds(Real (&s_acc)[slices][tiles][4], Real (&dp_acc)[slices][tiles][4],
                                  const RowStatistics* rows, const Score& score, int first_row,
-                                 int first_key) {
+                                 int first_key, const LookUps& look_ups) {
   const int lane = ptx::thread_index() % 32;
   const int lane_key = first_key + fragment_row(0, 0, lane);
   const int lane_row = first_row + fragment_column(0, 0, lane);
@@ -69,14 +70,13 @@ CUFLASH_DEVICE void compute_p_ds(Real (&s_acc)[slices][tiles][4], Real (&dp_acc)
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
     ColumnBits unmasked[2];
-    if constexpr (masked) score.unmasked_of_keys<tiles>(unmasked, lane_key + 16 * s, lane_row);
+    if constexpr (masked) look_ups.unmasked(unmasked, s);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int kv_idx = lane_key + 16 * s + 8 * half;
       // Relative to this lane's first column, so that columns are compared as constants.
       const Range seeing = score.q_range(kv_idx, kv_idx + 1).relative_to(lane_row);
-      Score::HeldBias<tiles> bias;
-      if constexpr (Config::holds_bias) bias = score.bias_of_key<tiles>(kv_idx, lane_row);
+      const BiasOfPairs<tiles> bias = look_ups.bias(s, half);
       ColumnBits segment;
       if constexpr (masked) segment = score.segment_of_key<tiles>(kv_idx, lane_row, seeing);
 #pragma unroll
@@ -106,6 +106,14 @@ CUFLASH_DEVICE void compute_p_ds(Real (&s_acc)[slices][tiles][4], Real (&dp_acc)
       }
     }
   }
+}
+
+template <bool masked, int slices, int tiles>
+CUFLASH_DEVICE void compute_p_ds(Real (&s_acc)[slices][tiles][4], Real (&dp_acc)[slices][tiles][4],
+                                 const RowStatistics* rows, const Score& score, int first_row,
+                                 int first_key) {
+  const KeysWhenNeeded<tiles> look_ups(score, first_row, first_key);
+  compute_p_ds<masked>(s_acc, dp_acc, rows, score, first_row, first_key, look_ups);
 }
 
 // Stores one result of the keys of warp `warp`.

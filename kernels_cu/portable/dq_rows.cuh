@@ -1,6 +1,7 @@
 // What a warp does with its rows of dq, for all kinds of products: statistics, ds, epilogue.
 #pragma once
 
+#include "portable/look_ups.cuh"
 #include "portable/seen_columns.cuh"
 #include "simt/recompute_rows.cuh"
 #include "schedule/tiles.cuh"
@@ -39,11 +40,11 @@ CUFLASH_DEVICE void read_statistics(RowStatistics (&rows)[slices][2], const Back
 }
 
 // Replaces s by ds.
-template <bool masked, int slices, int tiles>
+template <bool masked, int slices, int tiles, typename LookUps>
 CUFLASH_DEVICE void compute_ds(Real (&s_acc)[slices][tiles][4],
                                const Real (&dp_acc)[slices][tiles][4],
                                const RowStatistics (&rows)[slices][2], const Score& score,
-                               int first_row, int first_key) {
+                               int first_row, int first_key, const LookUps& look_ups) {
   const int lane = ptx::thread_index() % 32;
   const int lane_row = first_row + fragment_row(0, 0, lane);
   const int lane_key = first_key + fragment_column(0, 0, lane);
@@ -51,8 +52,7 @@ CUFLASH_DEVICE void compute_ds(Real (&s_acc)[slices][tiles][4],
   unrolled<slices, 2>([&](int s, int half) {
     const int q_idx = lane_row + 16 * s + 8 * half;
     const SeenColumns<masked, tiles> seen(score, q_idx, lane_key);
-    Score::HeldBias<tiles> bias;
-    if constexpr (Config::holds_bias) bias = score.bias_of_row<tiles>(q_idx, lane_key);
+    const BiasOfPairs<tiles> bias = look_ups.bias(s, half);
     unrolled<tiles, 2>([&](int t, int i) {
       Real& value = s_acc[s][t][2 * half + i];
       const Real product = value;
@@ -66,6 +66,15 @@ CUFLASH_DEVICE void compute_ds(Real (&s_acc)[slices][tiles][4],
       if ((masked || Config::holds_bias) && logit == -infinity()) value = 0;
     });
   });
+}
+
+template <bool masked, int slices, int tiles>
+CUFLASH_DEVICE void compute_ds(Real (&s_acc)[slices][tiles][4],
+                               const Real (&dp_acc)[slices][tiles][4],
+                               const RowStatistics (&rows)[slices][2], const Score& score,
+                               int first_row, int first_key) {
+  const RowsWhenNeeded<tiles> look_ups(score, first_row, first_key);
+  compute_ds<masked>(s_acc, dp_acc, rows, score, first_row, first_key, look_ups);
 }
 
 // Stores dq of the rows of warp `warp`. Non-finite rows are computed again.

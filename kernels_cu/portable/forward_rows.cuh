@@ -1,6 +1,7 @@
 // What a warp does with its rows of the forward, for all kinds of products: scores, epilogue.
 #pragma once
 
+#include "portable/look_ups.cuh"
 #include "portable/seen_columns.cuh"
 #include "simt/recompute_rows.cuh"
 #include "schedule/tiles.cuh"
@@ -9,26 +10,33 @@
 namespace cuflash {
 
 // Replaces the products of one block of keys by logits, and by -inf for hidden pairs.
-template <bool masked, int slices, int tiles>
+template <bool masked, int slices, int tiles, typename LookUps>
 CUFLASH_DEVICE void apply_score(Real (&s_acc)[slices][tiles][4], const Score& score, int first_row,
-                                int first_key) {
+                                int first_key, const LookUps& look_ups) {
   const int lane = ptx::thread_index() % 32;
   const int lane_row = first_row + fragment_row(0, 0, lane);
   const int lane_key = first_key + fragment_column(0, 0, lane);
   unrolled<slices, 2>([&](int s, int half) {
     const int q_idx = lane_row + 16 * s + 8 * half;
     const SeenColumns<masked, tiles> seen(score, q_idx, lane_key);
+    const BiasOfPairs<tiles> bias = look_ups.bias(s, half);
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         Real& value = s_acc[s][t][2 * half + i];
         const int kv_idx = lane_key + 8 * t + i;
-        const bool visible = seen.contains(t, i);
-        value = visible ? score.apply(value, q_idx, kv_idx) : -infinity();
+        value = score.apply_held(seen.contains(t, i), value, bias, t, i, q_idx, kv_idx);
       }
     }
   });
+}
+
+template <bool masked, int slices, int tiles>
+CUFLASH_DEVICE void apply_score(Real (&s_acc)[slices][tiles][4], const Score& score, int first_row,
+                                int first_key) {
+  apply_score<masked>(s_acc, score, first_row, first_key,
+                      RowsWhenNeeded<tiles>(score, first_row, first_key));
 }
 
 // The tile of this thread block, computed again at each call.
