@@ -36,8 +36,8 @@ def pictures() -> dict[str, list[str]]:
     lengths = ("-2048", "")
     swept = [str(SWEEPS / f"h100-{name}{end}.jsonl") for name in ROOFLINE for end in lengths]
     return {
-        "speed-forward": ["speed", newest("h100-forward-*.json"), "--pass", "fwd"],
-        "speed-backward": ["speed", newest("h100-backward-*.json"), "--pass", "bwd"],
+        "speed-forward": ["speed", newest("h200-forward-*.json"), "--pass", "fwd"],
+        "speed-backward": ["speed", newest("h200-backward-*.json"), "--pass", "bwd"],
         "heatmap": ["heatmap", sweep],
         "parallel": ["parallel", sweep],
         "roofline": ["roofline", *swept, "--memory", newest("h100-memory-*.json")],

@@ -36,6 +36,7 @@ from cuflash._select import hardware  # noqa: E402
 SHOWN_SEQLENS = (512, 2048, 8192)
 #: Topics of the result files with the shapes of training, by pass.
 TOPICS = {"fwd": "forward", "bwd": "backward"}
+PEERS_ON = "h200"  # device of the comparisons with peers
 RESULTS = ROOT / "benchmarks" / "results"
 MISTAKES = ROOT / "tests" / "mutants_report.json"
 
@@ -103,7 +104,7 @@ def numbers() -> str:
     """The main figures for the README, including unfavourable ones."""
     table = [("measured", "result")]
     for pass_, name in (("fwd", "forward"), ("bwd", "gradient")):
-        result, path = newest(TOPICS[pass_])
+        result, path = newest(TOPICS[pass_], PEERS_ON)
         rows = [row for row in result["rows"] if is_training(row) and row["pass"] == pass_]
         ratios: dict[int, list[float]] = {}
         for (d, *_), cell in sorted(by_cell(rows, "head_dim", "causal", "seqlen_q").items()):
@@ -156,7 +157,7 @@ def numbers() -> str:
 
 def bars() -> str:
     """The picture of the forward as text, in a comment; a package index shows it instead."""
-    result, _ = newest(TOPICS["fwd"])
+    result, _ = newest(TOPICS["fwd"], PEERS_ON)
     found = {
         row["impl"]: row["tflops"]
         for row in result["rows"]
@@ -185,7 +186,7 @@ def speed() -> str:
     cells: dict[tuple[int, bool, int], dict[tuple[str, str], str]] = {}
     runs = []
     for pass_, topic in TOPICS.items():
-        result, _ = newest(topic)
+        result, _ = newest(topic, PEERS_ON)
         meta = result["meta"]
         runs.append(f"{pass_} {meta['date']}, {short_commit(meta['commit'])}")
         for row in filter(is_training, result["rows"]):
@@ -292,7 +293,7 @@ def precise() -> str:
 
 def everyday() -> str:
     """Speed relative to the fastest peer at shapes for which no tile was tuned."""
-    result, where = measured("everyday", "h200")
+    result, where = measured("everyday", PEERS_ON)
     peers = dict.fromkeys(row["impl"] for row in result["rows"] if row["impl"] not in OURS)
     head = wrapped(
         f"Speed relative to the fastest of {', '.join(peers)} in the same run ({where}): geometric "
@@ -304,7 +305,7 @@ def everyday() -> str:
 
 def costs() -> str:
     """How much longer a call takes with each option, and whether Hopper's kernels run it."""
-    result, where = measured("options", "h200")
+    result, where = measured("options", PEERS_ON)
     hopper = hardware.typical("sm_90a")
     cells: dict[str, dict[str, tuple[float, str]]] = {}
     for row in result["rows"]:
@@ -355,7 +356,7 @@ def waiting() -> str:
 
 def gradient() -> str:
     """Speed of the gradient relative to the fastest peer, by head size and order of sums."""
-    result, where = measured("backward")
+    result, where = measured("backward", PEERS_ON)
     rows = filter(is_training, result["rows"])
     cells = by_cell(rows, "pass", "head_dim", "causal", "seqlen_q")
     head = wrapped(
@@ -426,7 +427,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/accuracy.md": {"accuracy": accuracy, "float8": float8_errors},
     "docs/backward-sm90.md": {"gradient": gradient},
-    "docs/flash-decoding.md": {"decode": lambda: few_queries(newest("decode", "h200")[0])},
+    "docs/flash-decoding.md": {"decode": lambda: few_queries(newest("decode", PEERS_ON)[0])},
     "docs/mistakes.md": {"mistakes": mistakes},
 }
 
