@@ -297,7 +297,7 @@ def kv_fields(problem: Problem, names: str) -> dict[str, bool]:
 
 
 class BiasInRegisters(NamedTuple):
-    """For gradient kernels that can read a bias before the scores that it is added to."""
+    """For kernels that can read a bias before the scores that it is added to."""
 
     holds_bias: bool = False  # does each lane keep the bias of its pairs of a block in registers?
 
