@@ -100,10 +100,10 @@ def is_short(problem: Problem) -> bool:
     )
 
 
-def can_hold_bias(problem: Problem) -> bool:
-    """Whether there is a bias with elements of at most 4 bytes, and no ``score_mod``."""
+def can_hold_bias(problem: Problem, most_bytes: int = 4) -> bool:
+    """Whether there is a bias with elements of at most ``most_bytes``, and no ``score_mod``."""
     asked = problem.formulas is not None and problem.formulas.score_mod
-    return problem.bias is not None and problem.bias.dtype.itemsize <= 4 and not asked
+    return problem.bias is not None and problem.bias.dtype.itemsize <= most_bytes and not asked
 
 
 def holds_wide_bias(request: Request) -> bool:
@@ -113,9 +113,8 @@ def holds_wide_bias(request: Request) -> bool:
     """
     problem = request.problem
     narrow = max(problem.head_dim, problem.head_dim_v) <= 128
-    asked = problem.formulas is not None and problem.formulas.score_mod
     wide = problem.dtype.itemsize >= 4 and precision_of(problem) == "ieee"
-    return problem.bias is not None and wide and narrow and not asked and not request.simt
+    return wide and narrow and not request.simt and can_hold_bias(problem, most_bytes=8)
 
 
 def holds_bias(request: Request, own: Mapping[str, Any]) -> bool:

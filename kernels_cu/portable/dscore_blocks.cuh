@@ -142,13 +142,8 @@ CUFLASH_DEVICE void add_pairs(Real (&acc)[slices][tiles][4], const Real (&s_acc)
           const Real product = s_acc[s][t][2 * half + i];
           const int kv_idx = lane_key + 8 * t + i;
           const bool visible = seen.contains(t, i);
-          Real logit;
-          if constexpr (holds_bias) {
-            const Real own = bias.of_row[s][half](t, i);
-            logit = score.apply_if(visible, product, own, q_idx, kv_idx);
-          } else {
-            logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
-          }
+          const Real logit =
+              score.apply_held(visible, product, bias.of_row[s][half], t, i, q_idx, kv_idx);
           const Real p = power(score.probability_exponent(logit, row.lse));
           const Real ds = p * (dp_acc[s][t][2 * half + i] - row.delta);
           // A hidden pair's values may be NaN, and 0 * NaN is NaN.

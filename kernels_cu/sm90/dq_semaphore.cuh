@@ -37,8 +37,8 @@ CUFLASH_DEVICE int tiles_before(const Score& score, int block, int rank, int sum
   return before;
 }
 
-// The turns of tile `rank`: how many tiles before it add to the same sum of a block of queries. The
-// warps that add are in a hurry: a division for each block would delay all sums.
+// The turns of tile `rank`: how many tiles before it add to the same sum of a block of queries. A
+// division for each block would delay the warps that add, and thereby all tiles after this one.
 template <int tile_keys = Config::block_n>
 struct Turns {
   // Without a left bound a block sees the first key, or none, and has the same turn as any other.
