@@ -43,5 +43,4 @@ def test_each_option(generation: int) -> None:
             lambda config: compile_static(config, "sm_90", compiler_of(generation)),
             kernels_of_part(configs),
         )
-    found = [(report.spill_bytes, report.warnings) for report in reports]
-    assert set(found) <= {(0, ())}
+    assert {(report.spill_bytes, report.warnings) for report in reports} == {(0, ())}

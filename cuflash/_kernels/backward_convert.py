@@ -31,8 +31,7 @@ class BackwardConvertConfig(KernelConfig):
     @classmethod
     def after(cls, config: KernelConfig) -> Self:
         """The kernel that converts the sums of ``config``, a kernel of all gradients."""
-        values = config.values()
+        values = config.values() | {"overlaps": True}
         values["block_n"] = config.own_rows  # keys of a tile, which adds to one of the sums
         values["num_warps"] = config.block_m // 16 * -(-config.head_dim // 64)
-        values["overlaps"] = True
         return cls(**{name: values[name] for part in cls.parts.values() for name in part._fields})

@@ -52,10 +52,7 @@ class BackwardKVPartnersConfig(portable.PartnersConfig):
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The tile of its table row for each pass; nothing if it does not fit."""
         problem = request.problem
-        own = portable.fields(cls, request) | {"holds_bias": problem.bias is not None}
-        (values,) = portable.candidates(
-            cls, ROWS, request, own, general=portable.has_options(problem)
-        )
+        values = portable.partner_fields(cls, ROWS, request)
         if not portable.fits(cls.draft(values), request.smem_limit):
             return ()
         passes = portable.kv_passes(problem, request.keys, together=True)

@@ -40,8 +40,5 @@ class BackwardQPartnersConfig(portable.PartnersConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The tile of its table row; nothing if it does not fit."""
-        own = portable.fields(cls, request) | {"holds_bias": request.problem.bias is not None}
-        (values,) = portable.candidates(
-            cls, ROWS, request, own, general=portable.has_options(request.problem)
-        )
+        values = portable.partner_fields(cls, ROWS, request)
         return (cls(**values),) if portable.fits(cls.draft(values), request.smem_limit) else ()

@@ -320,9 +320,15 @@ class PartnersConfig(KernelConfig):
             raise ValueError(f"num_warps = {self.num_warps} must be even: two warps share rows")
 
 
-def has_options(problem: Problem) -> bool:
-    """Whether options or packed sequences take registers from partner warps."""
-    return needs_score_math(problem) or problem.cu_seqlens_q is not None
+def partner_fields(
+    kernel: type[KernelConfig], rows: Sequence[Row], request: Request
+) -> dict[str, Any]:
+    """Fields of a kernel with partners, with the tile of its table row."""
+    problem = request.problem
+    own = fields(kernel, request) | {"holds_bias": problem.bias is not None}
+    general = needs_score_math(problem) or problem.cu_seqlens_q is not None
+    (found,) = candidates(kernel, rows, request, own, general=general)
+    return found
 
 
 def why_not_partners(request: Request, rows: Sequence[Row]) -> str:
