@@ -29,7 +29,7 @@
 //   ds_full      4 consumers        ds of a block is complete
 //   ds_empty     1 (4 warps)        dq was multiplied (and dbias stored): stage the next ds
 //   dq_full      4 (warps)          a part of dq is staged: add it to the sums
-//   dq_empty     1                  all parts of the block were read: stage the next block
+//   dq_empty     1                  the part was read: stage it for the next block
 //   keys_empty   4 consumers + 4    k and v of the tile were read: load the next tile
 //   tile_full    1                  the next tile is drawn
 //   tile_empty   tile_readers       all warps have read the tile: draw the one after the next
@@ -64,7 +64,7 @@ struct SharedMemory : DkvSharedMemory {
   alignas(128) float dq[Config::block_m * Config::head_dim];  // staged part by part
   If<looks_up, KeyLookUps, NoLookUps> look_ups;
   uint64_t ds_full[2], ds_empty[2];
-  uint64_t dq_full[writers][DqAccum::parts], dq_empty[writers];
+  uint64_t dq_full[writers][DqAccum::parts], dq_empty[writers][DqAccum::parts];
   Addition addition[writers];
   uint64_t keys_empty;
   uint64_t tile_full[2], tile_empty[2];
@@ -84,8 +84,10 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
     init(smem.ds_empty[i], Config::grad_bias ? 4 * reader_arrivals : 1);
   }
   for (int i = 0; i < writers; ++i) {
-    for (int part = 0; part < DqAccum::parts; ++part) init(smem.dq_full[i][part], 4);
-    init(smem.dq_empty[i], 1);
+    for (int part = 0; part < DqAccum::parts; ++part) {
+      init(smem.dq_full[i][part], 4);
+      init(smem.dq_empty[i][part], 1);
+    }
   }
   smem.look_ups.init_barriers();
   init(smem.keys_empty, 4 * consumers * reader_arrivals + 4);
@@ -152,15 +154,22 @@ struct Writer {
 
  private:
   CUFLASH_DEVICE void write(const Addition& own, uint32_t parity) const {
-    add_in_turn(own.semaphore, own.block, own.turn, smem.dq_empty[writer], [&] {
-#pragma unroll 1
-      for (int part = 0; part < DqAccum::parts; ++part) {
-        wait(smem.dq_full[writer][part], parity);
-        const int bytes = 512 * DqAccum::tiles(part) * own.sums.slices(own.block, part);
-        start_adding(own.sums.part(own.block, part), &smem.dq[DqAccum::begin(part)], bytes,
-                     own.turn == 0);
-      }
+    add_in_turn(own.semaphore, own.block, own.turn, [&] {
+      static_assert(DqAccum::parts == 2, "at most one part is read while another one is added");
+      start(own, 0, parity);
+      start(own, 1, parity);
+      ptx::tma_store_wait_read<1>();
+      arrive_if(smem.dq_empty[writer][0], true);
+      ptx::tma_store_wait_read();
+      arrive_if(smem.dq_empty[writer][1], true);
     });
+  }
+
+  CUFLASH_DEVICE void start(const Addition& own, int part, uint32_t parity) const {
+    wait(smem.dq_full[writer][part], parity);
+    const int bytes = 512 * DqAccum::tiles(part) * own.sums.slices(own.block, part);
+    start_adding(own.sums.part(own.block, part), &smem.dq[DqAccum::begin(part)], bytes,
+                 own.turn == 0);
   }
 };
 
@@ -180,7 +189,8 @@ struct DqWarpgroup {
       multiply_tile(KeyTile::at(params, tile));
       arrive_as_warp(smem.keys_empty);  // every warp: a tile may have no product that joins them
     }
-    wait_for_staging();  // once only: a writer that is told to end arrives no more
+    wait_for_staging(0);  // once only: a writer that is told to end arrives no more
+    wait_for_staging(1);
 #pragma unroll 1
     for (int i = 0; i < writers; ++i, ring.advance()) {
       if (leads_warpgroup()) smem.addition[ring.stage()].turn = -1;
@@ -239,10 +249,8 @@ struct DqWarpgroup {
     if (!Config::grad_bias && part == DqAccum::parts - 1) {
       arrive_if(smem.ds_empty[stage], leads_warpgroup());
     }
-    if (part == 0) {
-      wait_for_staging();
-      if (leads_warpgroup()) smem.addition[stage] = addition;
-    }
+    wait_for_staging(part);
+    if (part == 0 && leads_warpgroup()) smem.addition[stage] = addition;
     const uint32_t thread = ptx::thread_index() % 128;
     auto* const staged = reinterpret_cast<DqSlice<tiles>*>(smem.dq + DqAccum::begin(part));
     staged[thread / 32].write(acc[0], thread % 32);
@@ -250,10 +258,10 @@ struct DqWarpgroup {
     arrive_as_warp(smem.dq_full[stage][part]);
   }
 
-  // Waits until the writer has read the previous block.
-  CUFLASH_DEVICE void wait_for_staging() const {
+  // Waits until the writer has read a part of the previous block.
+  CUFLASH_DEVICE void wait_for_staging(int part) const {
     const Ring<writers> before{ring.uses - 1};
-    wait(smem.dq_empty[before.stage()], before.full_parity());
+    wait(smem.dq_empty[before.stage()][part], before.full_parity());
   }
 };
 
@@ -265,8 +273,18 @@ struct Consumer : DkvWarpgroup<64> {
   // dropout or packed sequences change the register allocation.
   static constexpr bool holds_owner = Config::head_dim <= 96 || !(Score::has_lengths || looks_up) ||
                                       Config::dropout || Config::cu_seqlens != Dtype::none;
+  // Are there registers to read lse and delta while products are computed, before they are needed?
+  static constexpr bool reads_ahead = Score::hides_after_exponentials && !looks_up &&
+                                      !Config::dropout && !Config::split_queries &&
+                                      Config::cu_seqlens == Dtype::none;
+  // Tiles of delta that are read before dp is done, or all after it.
+  static constexpr int ahead = dp_beside_p || !reads_ahead ? tiles : 3;
+  // Is ds announced only after the scores of the next block have started? At head size 32 products
+  // are shorter than the fence.
+  static constexpr bool announces_late = reads_ahead && Config::head_dim >= 64;
   static constexpr int first_pingpong_barrier = 1;  // first named barrier: one for each consumer
   Ring<KeyLookUps::stages> look_up_ring;
+  bool ds_is_staged = false;  // is ds of the previous block staged, but not announced?
 
   CUFLASH_DEVICE void run() {
     Tiles tiles{shared()};
@@ -318,6 +336,7 @@ struct Consumer : DkvWarpgroup<64> {
       }
     }
     if (warpgroup == 0) pingpong_signal();
+    if (ds_is_staged) announce_ds();
     ptx::wgmma_wait<0>();
     ptx::pin(flat(dk_acc));
     ptx::pin(flat(dv_acc));
@@ -339,10 +358,12 @@ struct Consumer : DkvWarpgroup<64> {
 #pragma unroll
     for (int part = 0; part < Config::block_m / 64; ++part) {
       float s_acc[1][tiles][4], dp_acc[1][tiles][4];
-      float2 lse[tiles], delta[tiles];
+      float2 lse[tiles], delta[ahead];
       const int first = 64 * part;
       start_scores(s_acc, ring, first);
       pingpong_signal();
+      if (part == 0 && ds_is_staged) announce_ds();
+      if constexpr (reads_ahead) read(lse, smem.lse, first);
       ptx::wgmma_wait<0>();
       ptx::pin(flat(s_acc));  // dk of the previous part has also read frag
       const KeptBits<1, tiles> kept = kept_pairs(score, first_row + first, first_key);
@@ -352,7 +373,7 @@ struct Consumer : DkvWarpgroup<64> {
         if constexpr (loads_bias) {
           compute_biased_p(s_acc, score, look_up, first_row, first_key, first);
         } else {
-          read(lse, smem.lse, first);
+          if constexpr (!reads_ahead) read(lse, smem.lse, first);
           compute_p(s_acc, s_acc, lse, score, first_row, first_key, first);
         }
         hide_pairs(s_acc, score, first_row, first_key, masked, first);
@@ -372,20 +393,37 @@ struct Consumer : DkvWarpgroup<64> {
       }
       start_dp(dp_acc, first);
       pingpong_signal();
+      if constexpr (reads_ahead) {
+        if (part == 0) wait(shared().ds_empty[ds_ring.stage()], ds_ring.empty_parity());
+        read(delta, smem.delta, first);
+      }
       ptx::wgmma_wait<0>();
       ptx::pin(flat(dp_acc));
       kept.drop_gradients(dp_acc, params.score);
-      read(delta, smem.delta, first);
-      compute_ds(s_acc, dp_acc, delta);
+      if constexpr (!reads_ahead) read(delta, smem.delta, first);
+      compute_ds(s_acc, dp_acc, delta, first);
       to_operand(frag, s_acc);
-      if (part == 0) wait(shared().ds_empty[ds_ring.stage()], ds_ring.empty_parity());
+      if (!reads_ahead && part == 0) {
+        wait(shared().ds_empty[ds_ring.stage()], ds_ring.empty_parity());
+      }
       stage_ds(part);
       pingpong_wait();
       start_dk(first);
     }
-    ptx::fence_async_proxy();
-    arrive_as_warp(shared().ds_full[ds_ring.stage()]);
     ring.advance();
+    if constexpr (announces_late) {
+      ds_is_staged = true;
+    } else {
+      announce_ds();
+    }
+  }
+
+  // Lets dq of the previous block be multiplied. The fence takes as long as a product of scores, so
+  // it comes after their start, or when no block is left.
+  CUFLASH_DEVICE void announce_ds() {
+    ptx::fence_async_proxy();
+    arrive_as_warp(shared().ds_full[(ring.uses - 1) % 2]);
+    ds_is_staged = false;
   }
 
   // Sets the probabilities of pairs to 0 that the mask in shared memory hides.

@@ -72,8 +72,9 @@ CUFLASH_DEVICE void bulk_add(float* to, uint32_t smem, int bytes) {
 CUFLASH_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-wait-group
+template <int pending = 0>
 CUFLASH_DEVICE void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 CUFLASH_DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 

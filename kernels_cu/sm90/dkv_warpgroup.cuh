@@ -84,14 +84,19 @@ struct DkvWarpgroup {
     arrive_as_readers(smem.empty[before.stage()], ring.uses > 0);  // lse and delta were read, too
   }
 
-  // Reads lse or delta of the current block for the queries of this lane's columns.
-  CUFLASH_DEVICE void read(float2 (&of_columns)[tiles],
+  // Reads lse or delta of the current block for the queries of this lane's columns, of the first
+  // `count` tiles of 8 columns.
+  template <int count>
+  CUFLASH_DEVICE void read(float2 (&of_columns)[count],
                            const float (&of_rows)[Config::num_stages][Config::block_m],
                            int first = 0) const {
-    const uint32_t thread = ptx::thread_index();
-    const float* from = of_rows[ring.stage()] + first + fragment_column(0, 0, thread % 32);
+    const float* from = own_columns(of_rows, first);
 #pragma unroll
-    for (int t = 0; t < tiles; ++t) of_columns[t] = *reinterpret_cast<const float2*>(from + 8 * t);
+    for (int t = 0; t < count; ++t) of_columns[t] = *reinterpret_cast<const float2*>(from + 8 * t);
+  }
+  CUFLASH_DEVICE const float* own_columns(
+      const float (&of_rows)[Config::num_stages][Config::block_m], int first) const {
+    return of_rows[ring.stage()] + first + fragment_column(0, 0, ptx::thread_index() % 32);
   }
 
   // Computes probabilities from raw products.
@@ -231,12 +236,23 @@ struct DkvWarpgroup {
     });
   }
 
-  // Turns the weights of dp^T - delta into ds^T.
+  // Turns the weights of dp^T - delta into ds^T. `delta` holds the first tiles; the others are read
+  // as registers become free.
+  template <int ahead>
   CUFLASH_DEVICE void compute_ds(float (&weight)[1][tiles][4], const float (&dp_acc)[1][tiles][4],
-                                 const float2 (&delta)[tiles]) const {
-    unrolled<tiles, 4>([&](int t, int i) {
-      weight[0][t][i] *= dp_acc[0][t][i] - (i % 2 == 0 ? delta[t].x : delta[t].y);
-    });
+                                 float2 (&delta)[ahead], int first = 0) const {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+      const float2 own = delta[t % ahead];
+      if (t + ahead < tiles) {
+        const float* from = own_columns(smem.delta, first);
+        delta[t % ahead] = *reinterpret_cast<const float2*>(from + 8 * (t + ahead));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        weight[0][t][i] *= dp_acc[0][t][i] - (i % 2 == 0 ? own.x : own.y);
+      }
+    }
   }
 
   CUFLASH_DEVICE void store(const KeyTile& work) const {

@@ -25,20 +25,16 @@ CUFLASH_DEVICE void start_adding(float* to, const float* staged, int bytes, bool
   ptx::tma_store_commit();
 }
 
-// Waits for the turn of a tile, which is the number of tiles before it. Calls start(), which starts
-// to add every piece of a block. Arrives at `read` once shared memory may be overwritten, and
-// passes the turn on once all can see the sums. Without an order the tiles wait only for the first
-// one.
-template <typename Start>
-CUFLASH_DEVICE void add_in_turn(const DqSemaphore& semaphore, int place, int turn, uint64_t& read,
-                                Start start) {
+// Waits for the turn of a tile, which is the number of tiles before it. Calls add(), which starts
+// to add every piece of a block and says when shared memory may be overwritten. Passes the turn on
+// once all can see the sums. Without an order the tiles wait only for the first one.
+template <typename Add>
+CUFLASH_DEVICE void add_in_turn(const DqSemaphore& semaphore, int place, int turn, Add add) {
   if (Config::deterministic || turn > 0) {
     semaphore.wait(place, Config::deterministic ? turn : 1);
     ptx::fence_async_proxy_global();
   }
-  start();
-  ptx::tma_store_wait_read();
-  arrive_if(read, true);
+  add();
   if (Config::deterministic || turn == 0) {
     ptx::tma_store_wait();
     ptx::fence_async_proxy_global();

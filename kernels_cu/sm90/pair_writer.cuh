@@ -48,7 +48,7 @@ struct Writer {
  private:
   CUFLASH_DEVICE void write(const Addition& own, int turn, uint32_t parity) const {
     wait(dq.full[writer], parity);
-    add_in_turn(own.semaphore, own.place(), turn, dq.empty[writer], [&] {
+    add_in_turn(own.semaphore, own.place(), turn, [&] {
       const int slices = own.slices();
       const bool is_first = turn == 0;
 #pragma unroll
@@ -62,6 +62,8 @@ struct Writer {
             own.sums.slice<8>(own.block, whole_panels, slice).value[4 * ptx::cluster_rank()];
         start_adding(half[0], dq.middle(slice).value[0][0], DqSlice<4>::bytes, is_first);
       }
+      ptx::tma_store_wait_read();
+      arrive_if(dq.empty[writer], true);
     });
   }
 };
