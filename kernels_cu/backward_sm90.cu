@@ -273,15 +273,13 @@ struct Consumer : DkvWarpgroup<64> {
   // dropout or packed sequences change the register allocation.
   static constexpr bool holds_owner = Config::head_dim <= 96 || !(Score::has_lengths || looks_up) ||
                                       Config::dropout || Config::cu_seqlens != Dtype::none;
-  // Are there registers to read lse and delta while products are computed, before they are needed?
-  static constexpr bool reads_ahead = Score::hides_after_exponentials && !looks_up &&
-                                      !Config::dropout && !Config::split_queries &&
-                                      Config::cu_seqlens == Dtype::none;
+  // Are lse and delta read while products run, and is ds announced only after the scores of the
+  // next block have started? This takes registers, and head size 32 was slower.
+  static constexpr bool overlaps_more = Config::head_dim >= 64 && Score::hides_after_exponentials &&
+                                        !looks_up && !Config::dropout && !Config::split_queries &&
+                                        Config::cu_seqlens == Dtype::none;
   // Tiles of delta that are read before dp is done, or all after it.
-  static constexpr int ahead = dp_beside_p || !reads_ahead ? tiles : 3;
-  // Is ds announced only after the scores of the next block have started? At head size 32 products
-  // are shorter than the fence.
-  static constexpr bool announces_late = reads_ahead && Config::head_dim >= 64;
+  static constexpr int ahead = dp_beside_p || !overlaps_more ? tiles : 3;
   static constexpr int first_pingpong_barrier = 1;  // first named barrier: one for each consumer
   Ring<KeyLookUps::stages> look_up_ring;
   bool ds_is_staged = false;  // is ds of the previous block staged, but not announced?
@@ -363,7 +361,7 @@ struct Consumer : DkvWarpgroup<64> {
       start_scores(s_acc, ring, first);
       pingpong_signal();
       if (part == 0 && ds_is_staged) announce_ds();
-      if constexpr (reads_ahead) read(lse, smem.lse, first);
+      if constexpr (overlaps_more) read(lse, smem.lse, first);
       ptx::wgmma_wait<0>();
       ptx::pin(flat(s_acc));  // dk of the previous part has also read frag
       const KeptBits<1, tiles> kept = kept_pairs(score, first_row + first, first_key);
@@ -373,7 +371,7 @@ struct Consumer : DkvWarpgroup<64> {
         if constexpr (loads_bias) {
           compute_biased_p(s_acc, score, look_up, first_row, first_key, first);
         } else {
-          if constexpr (!reads_ahead) read(lse, smem.lse, first);
+          if constexpr (!overlaps_more) read(lse, smem.lse, first);
           compute_p(s_acc, s_acc, lse, score, first_row, first_key, first);
         }
         hide_pairs(s_acc, score, first_row, first_key, masked, first);
@@ -393,17 +391,17 @@ struct Consumer : DkvWarpgroup<64> {
       }
       start_dp(dp_acc, first);
       pingpong_signal();
-      if constexpr (reads_ahead) {
+      if constexpr (overlaps_more) {
         if (part == 0) wait(shared().ds_empty[ds_ring.stage()], ds_ring.empty_parity());
         read(delta, smem.delta, first);
       }
       ptx::wgmma_wait<0>();
       ptx::pin(flat(dp_acc));
       kept.drop_gradients(dp_acc, params.score);
-      if constexpr (!reads_ahead) read(delta, smem.delta, first);
+      if constexpr (!overlaps_more) read(delta, smem.delta, first);
       compute_ds(s_acc, dp_acc, delta, first);
       to_operand(frag, s_acc);
-      if (!reads_ahead && part == 0) {
+      if (!overlaps_more && part == 0) {
         wait(shared().ds_empty[ds_ring.stage()], ds_ring.empty_parity());
       }
       stage_ds(part);
@@ -411,7 +409,7 @@ struct Consumer : DkvWarpgroup<64> {
       start_dk(first);
     }
     ring.advance();
-    if constexpr (announces_late) {
+    if constexpr (overlaps_more) {
       ds_is_staged = true;
     } else {
       announce_ds();
