@@ -87,8 +87,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder(monkeypatch)
 
 
-def problem_of(batch: int, rows: int = 300, keys: int = 400, **options: Any) -> Problem:
-    q, k, v = (np.zeros((batch, 4, n, 64), bfloat16) for n in (rows, keys, keys))
+def problem_of(
+    batch: int, rows: int = 300, keys: int = 400, head_dim: int = 64, **options: Any
+) -> Problem:
+    q, k, v = (np.zeros((batch, 4, n, head_dim), bfloat16) for n in (rows, keys, keys))
     return describe(q, k, v, Options(**options))
 
 
@@ -357,19 +359,19 @@ def test_gradient_parameters_arrive_where_the_kernels_read_them(recorder: Record
 
 
 @pytest.mark.parametrize(
-    ("causal", "rows", "deterministic", "expected"),
-    [(True, 512, True, 64), (True, 1024, True, 64), (True, 2048, True, 32), (True, 8192, True, 16),
-     (False, 512, True, 64), (False, 1024, True, 32), (False, 2048, True, 16),
-     (True, 1024, False, 8)],
+    ("width", "causal", "rows", "deterministic", "expected"),
+    [(64, True, 512, True, 64), (64, True, 1024, True, 64), (64, True, 8192, True, 32),
+     (64, False, 512, True, 64), (64, False, 1024, True, 32), (64, False, 2048, True, 16),
+     (64, True, 1024, False, 8), (128, True, 1024, True, 23), (128, False, 1024, True, 16)],
 )  # fmt: skip
 def test_owners_that_start_together(
-    recorder: Recorder, causal: bool, rows: int, deterministic: bool, expected: int
+    recorder: Recorder, width: int, causal: bool, rows: int, deterministic: bool, expected: int
 ) -> None:
     """More short owners start together: tiles of one owner would wait for each other."""
-    problem = problem_of(128, rows, rows, causal=causal)
+    problem = problem_of(128, rows, rows, width, causal=causal)
     config = chosen.fused(problem, deterministic=deterministic)
     assert config is not None
-    streamed = 2 * rows * (64 + 64)  # bytes of q and dout of one owner
+    streamed = 2 * rows * 2 * width  # bytes of q and dout of one owner
     device = hardware.of_device(0)
     assert sections.owners_per_section(config, problem, 1, 512, streamed, device) == expected
 

@@ -44,10 +44,10 @@ def _most_owners(config: Any, streamed_bytes: int, own: Hardware) -> int:
     Pairs of thread blocks leave sixteen pairs to each owner, but eight where tiles add in order
     under a causal bound, and wait for fewer others. One-pass tiles that add in any order leave
     sixteen thread blocks, which share more of what they stream. One-pass tiles that add in order
-    wait for the tiles of their owner that start with them: below head size 128 more owners start
-    together, up to half the number of SMs. The L2 cache has to hold what these owners stream, keep
-    and sum, thrice what they stream. Without a causal bound, where all rows are under way, half of
-    the cache has to. (D21)
+    wait for the tiles of their owner that start with them: under a causal bound four to six tiles
+    of each owner start together. Below head size 128 they may be as few as two, if the L2 cache
+    holds what these owners stream, keep and sum: thrice what they stream. Without a causal bound,
+    where all rows are under way, that has to fit half of the cache. (D21)
     """
     sms, cache, fused = own.multiprocessors, own.l2_bytes, config.computes == "dqkv"
     if config.cluster_blocks > 1:
@@ -55,8 +55,11 @@ def _most_owners(config: Any, streamed_bytes: int, own: Hardware) -> int:
     if fused and not config.deterministic:
         return sms // 16
     if fused and config.head_dim < 128:
-        fitting = cache // (1 if config.window_right else 2) // max(3 * streamed_bytes, 1)
-        return max(sms // 8, min(fitting, sms // 2))
+        causal = config.window_right
+        fitting = cache // (1 if causal else 2) // max(3 * streamed_bytes, 1)
+        return max(sms // (4 if causal else 8), min(fitting, sms // 2))
+    if fused and config.window_right:
+        return sms * 2 // 11
     if fused or (config.tensor_maps and config.computes == "dkv"):
         return sms // 8
     return max(cache // 2 // max(streamed_bytes, 1), sms // 4)
