@@ -39,6 +39,7 @@ def a_bias(*shape: int, dtype: Any = bfloat16) -> Any:
     return bias
 
 
+@pytest.mark.long
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize(
     ("batch", "bias", "options"),
@@ -123,6 +124,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("name", BOUNDS)
 def test_lanes_hold_a_bias_beside_float32(device: HostDevice, name: str) -> None:

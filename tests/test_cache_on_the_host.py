@@ -92,6 +92,7 @@ def tokens(rng: np.random.Generator, sequences: int, steps: int, dtype: Any = np
     return k.transpose(0, 3, 1, 2), v[..., ::2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sequences", "pages", "dtype"),
     [

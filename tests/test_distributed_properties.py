@@ -113,6 +113,7 @@ def of_processes(call, method, size):
     return in_threads(size, run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 4, 16])
 @pytest.mark.parametrize("method", METHODS)
 def test_sockets_bring_the_bits_of_the_simulator(method, size):

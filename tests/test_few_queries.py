@@ -231,6 +231,7 @@ def test_many_tiles_of_few_rows(entries: int, keys: int, d: int) -> None:
         Budget(call).check_forward(out[own].get(), lse[own].get())
 
 
+@pytest.mark.long
 def test_the_kernels_of_hopper_are_these() -> None:
     """The configurations chosen for Hopper are those of this file's tables; needs no GPU."""
     for kernel, (_, rows, keys, _) in KERNELS.items():

@@ -128,6 +128,7 @@ def test_names_survive_the_file():
     assert gpu_report.flat(json.loads(gpu_report.formatted(report))["tests"]) == tests
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("hangs", "seconds"),
     [("time.sleep(60)", 1), pytest.param("compiled('60')", 10, marks=pytest.mark.full)],

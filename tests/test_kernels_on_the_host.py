@@ -251,6 +251,7 @@ def test_small_head_sizes(head_dims: tuple[int, int]) -> None:
     check(call, cuflash.Options(bias=bias))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("device")
 def test_blocks_that_a_row_does_not_see_leave_its_bits() -> None:
     """Blocks of hidden keys change no bit: a sum's rounding errors are kept beside it unchanged."""

@@ -96,6 +96,7 @@ def test_cuda_cores_read_pages(tmp_path: Any, dtype: Any) -> None:
         check(Paged(5, 16, 9, 2, dtype, d=20), "causal")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("device")
 def test_parts_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_keys, "wanted", lambda _: True)
@@ -145,6 +146,7 @@ def test_without_clusters_few_queries_of_512_to_2047_keys_have_other_parts_in_or
     assert (other.splits, step.splits) == (in_order, in_pages)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("device")
 def test_rows_that_are_computed_pair_by_pair() -> None:
     """Rows that see a NaN (key 88, hidden from two of four rows) have the bits of keys in order."""

@@ -48,6 +48,7 @@ def check(x: np.ndarray, rows: int, kind: Any) -> None:
     assert ((array.view(np.uint8) == expected.array.view(np.uint8)) | nan).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, BF16, np.float32], ids=str)
 @pytest.mark.parametrize("d", WIDTHS)
@@ -57,6 +58,7 @@ def test_bits_are_those_of_the_cpu(device: HostDevice, kind: Any, dtype: Any, d:
     assert device.launched.count("cuflash_quantize") >= 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("d", WIDTHS)
 def test_a_thread_block_has_more_of_many_rows(device: HostDevice, d: int) -> None:
     del device
@@ -65,6 +67,7 @@ def test_a_thread_block_has_more_of_many_rows(device: HostDevice, d: int) -> Non
         check(numbers(BF16, d, 600), rows, E4M3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)
 @pytest.mark.parametrize("d", WIDTHS)
 def test_rotations_are_those_of_the_cpu(device: HostDevice, dtype: Any, d: int) -> None:

@@ -121,6 +121,7 @@ def test_any_number_of_parts_is_within_the_budget(
         Budget(call).check_forward(*found[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["causal", "a sink alone", *map(full, ("mask", "the rest"))])
 @pytest.mark.parametrize("dtype", [np.float16, full(np.float32)])
 def test_a_cluster_has_the_bits_of_two_kernels(
@@ -190,6 +191,7 @@ def test_a_tile_of_96_rows(clusters: HostDevice, monkeypatch: pytest.MonkeyPatch
     assert [config.block_m for config in clusters.configs] == [96]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "many", [False, True], ids=["a thread block for each row", "a warp for each row"]
 )
@@ -229,6 +231,7 @@ def test_tiles_of_two_warps(device: HostDevice, d: int) -> None:
     assert (config.block_m, config.num_warps, config.split_keys) == (32, 2, True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keys", [511, 600])
 def test_tiles_of_two_warps_are_not_split_where_they_fill_the_device(
     device: HostDevice, keys: int
@@ -242,6 +245,7 @@ def test_tiles_of_two_warps_are_not_split_where_they_fill_the_device(
     assert (config.block_m == 32, config.split_keys) == (keys >= 512, False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 @pytest.mark.parametrize(
     "bound",
@@ -267,6 +271,7 @@ def test_queries_of_the_heads_of_a_group_are_rows(
         assert config.heads_in_rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("kind", ["causal", "sink", "mask", "key bias"])
 def test_narrow_heads(device: HostDevice, splits: Any, dtype: Any, kind: str) -> None:
@@ -323,6 +328,7 @@ def test_packed_sequences_are_split_by_their_own_lengths(device: HostDevice, kin
     assert alone[1][:, 2:5].tobytes() == lse[:, 2:5].tobytes()
 
 
+@pytest.mark.long
 def test_logsumexp(device: HostDevice, splits: Any) -> None:
     """logsumexp, a call without columns of values, splits keys, too."""
     splits(3)
@@ -335,6 +341,7 @@ def test_logsumexp(device: HostDevice, splits: Any) -> None:
     assert device.launched[-1] == "cuflash_forward_combine"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["clusters", full("device")])
 def test_what_is_not_finite_reaches_the_rows_that_see_it(
     request: pytest.FixtureRequest, splits: Any, where: str
@@ -473,6 +480,7 @@ def test_a_workspace_suffices_wherever_arrays_lie(
     assert needed == {False, True}
 
 
+@pytest.mark.long
 def test_a_workspace_has_room_for_every_part(
     device: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

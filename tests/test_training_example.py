@@ -126,6 +126,7 @@ def test_a_wrong_gradient_leaves_the_curve(monkeypatch):
     assert not found.agrees
 
 
+@pytest.mark.long
 def test_the_program(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     pytest.importorskip("matplotlib", reason="Matplotlib is not installed")

@@ -59,6 +59,7 @@ def test_texts_of_products_number_their_registers():
         assert others == list(range(registers, registers + len(others)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kernel", "head_dim"),
     [
@@ -93,6 +94,7 @@ def test_one_pass_is_tuned_where_it_runs():
     assert measured.options_of(unordered) != measured.options_of(found.default)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", PORTABLE)
 @pytest.mark.parametrize("arch", hardware.ARCHITECTURES)
 def test_every_architecture_holds_every_legal_configuration(kernel, arch):
@@ -106,6 +108,7 @@ def test_every_architecture_holds_every_legal_configuration(kernel, arch):
         assert config.blocks_per_sm * config.num_threads <= limits.threads
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", _kernels.KERNELS)
 def test_every_other_combination_says_why_it_is_none(kernel):
     found = tuning.space(PROBLEMS[kernel], kernel, arch="sm_90a")
@@ -158,6 +161,7 @@ def fits(config, limits) -> bool:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kernel", "given"), OTHERS)
 def test_no_legal_configuration_is_left_out(kernel, given):
     """A configuration is legal if and only if it is in the space.
@@ -269,6 +273,7 @@ def test_tiles_that_would_hang_are_left_out_with_the_reason():
         assert refused.refusal.startswith("num_stages=2 must be at least 3 with scores_ahead: ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", PORTABLE)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "ieee"), ("float32", "tf32"),
@@ -289,6 +294,7 @@ def test_two_hundred_configurations_of_hopper_at_head_size_128():
     assert len(tuning.space(WORK, "forward_sm90", arch="sm_90a")) >= 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", _kernels.KERNELS)
 def test_configurations_travel_as_json(kernel):
     import json
@@ -299,6 +305,7 @@ def test_configurations_travel_as_json(kernel):
         assert tuple(_kernels.tile_of(candidate.config).values()) == candidate.values
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", _kernels.KERNELS)
 def test_every_field_of_a_tile_is_a_parameter(kernel):
     """Every field of a tile is a parameter, except fields that say what a kernel computes."""

@@ -162,6 +162,7 @@ def in_the_final(tmp_path, monkeypatch, kinds, **given):
     return swept(tmp_path, device_command=device, time_limit=0.5, **given)
 
 
+@pytest.mark.long
 def test_what_fails_in_the_final_is_left_out_of_it(tmp_path, trouble, monkeypatch, capfd):
     keys = [row["key"] for row in swept(tmp_path, progress=False).timed[:5]]
     (tmp_path / "rows.jsonl").unlink()
@@ -180,6 +181,7 @@ def test_what_fails_in_the_final_is_left_out_of_it(tmp_path, trouble, monkeypatc
     assert again.finals == tuning.load(tmp_path / "rows.jsonl").finals == [final]
 
 
+@pytest.mark.long
 def test_no_final_is_no_end_of_the_sweep(tmp_path, trouble, monkeypatch):
     keys = [row["key"] for row in swept(tmp_path, progress=False).timed[:5]]
     (tmp_path / "rows.jsonl").unlink()

@@ -28,17 +28,20 @@ class Part:
     """Shares, in [0, 1], of what a part runs; rounded up, so that none above 0 is empty."""
 
     name: str
-    short: float  # of the tests of each file without the markers below
-    long: float  # of the cases of each test with the marker long
-    gate: float  # of the cases of each compile gate
-    full: float  # of the tests with the marker full
+    cases: float  # of the cases of each test without the markers below
+    short: float  # of these, in each file
+    long: float  # of the cases with the marker long in each file
+    gate: float  # of the cases of compile gates in each file
+    full: float  # of the cases with the marker full in each file
     kernels: float  # of the kernels of each case of a compile gate
     examples: int  # examples of each property
 
 
-QUICK = Part("quick", short=0.1, long=0.0, gate=0.0, full=0.0, kernels=0.0, examples=5)
-USUAL = Part("usual", short=1.0, long=0.1, gate=1.0, full=0.0, kernels=0.02, examples=40)
-FULL = Part("full", short=1.0, long=1.0, gate=1.0, full=1.0, kernels=1.0, examples=100)
+QUICK = Part("quick", cases=0.15, short=0.12, long=0.0, gate=0.0, full=0.0, kernels=0.0, examples=5)
+USUAL = Part(
+    "usual", cases=0.15, short=1.0, long=0.07, gate=0.15, full=0.0, kernels=0.02, examples=20
+)
+FULL = Part("full", cases=1.0, short=1.0, long=1.0, gate=1.0, full=1.0, kernels=1.0, examples=100)
 PARTS = (QUICK, USUAL, FULL)
 
 
@@ -77,15 +80,20 @@ def node_ids_of(items: Iterable[pytest.Item], part: Part) -> set[str]:
 
     Cases marked gpu or slow have shares of their own: they cannot replace the cases that run.
     """
-    cases = defaultdict(list)
+    short, of_files = defaultdict(list), defaultdict(list)
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         kind = next((kind for kind in ("full", "gate", "long") if kind in marks), "short")
-        of = item.nodeid.partition("::" if kind == "short" else "[")[0]
-        cases[of, kind, "gpu" in marks, "slow" in marks].append(item.nodeid)
+        name, group = item.nodeid, (kind, "gpu" in marks, "slow" in marks)
+        if kind == "short":
+            short[name.partition("[")[0], group].append(name)
+        else:
+            of_files[name.partition("::")[0], group].append(name)
+    for (test, group), nodeids in short.items():
+        of_files[test.partition("::")[0], group] += sample(nodeids, part.cases, str)
     return {
         nodeid
-        for (_, kind, *_), nodeids in cases.items()
+        for (_, (kind, *_)), nodeids in of_files.items()
         for nodeid in sample(nodeids, getattr(part, kind), str)
     }
 
