@@ -50,8 +50,8 @@ def teardown_module(): print(f"<{len(EXAMPLES)} examples>")
 
 def test_each_part_holds_the_part_before_it():
     """Each part holds the part before it, among all tests that this run collected."""
-    quick, usual, full = (node_ids_of(parts.RUN.collected, part) for part in PARTS)
-    assert quick <= usual <= full
+    quick, usual, of_files, full = (node_ids_of(parts.RUN.collected, part) for part in PARTS)
+    assert quick <= usual <= of_files <= full
     assert full == {item.nodeid for item in parts.RUN.collected}
 
 
@@ -105,6 +105,7 @@ def run(project, *arguments):
     [
         (["--quick"], 39 + 40 + 5 + 39 + 1, 0, QUICK.examples),
         ([], USUAL_LEAVES_OUT, 98, USUAL.examples),
+        (["test_some.py", "test_property.py"], 37 + 4 + 1, 98, USUAL.examples),
         (["--full"], 0, 0, FULL.examples),
         (["--slow"], 0, 0, FULL.examples),
         (["--hypothesis-profile=three"], USUAL_LEAVES_OUT, 98, 3),
