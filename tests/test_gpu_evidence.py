@@ -128,11 +128,8 @@ def test_names_survive_the_file():
     assert gpu_report.flat(json.loads(gpu_report.formatted(report))["tests"]) == tests
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("hangs", "seconds"),
-    [("time.sleep(60)", 1), pytest.param("compiled('60')", 10, marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("hangs", "seconds"), [("time.sleep(60)", 1), ("compiled('60')", 10)])
 def test_hang_is_a_failure_with_its_repro_line(project, hangs, seconds):
     """A hang fails with its repro line; a compile is a hang only after the time of a slow test."""
     project.makepyfile(
