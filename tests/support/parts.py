@@ -37,9 +37,9 @@ class Part:
     examples: int  # examples of each property
 
 
-QUICK = Part("quick", cases=0.15, short=0.12, long=0.0, gate=0.0, full=0.0, kernels=0.0, examples=5)
+QUICK = Part("quick", cases=0.12, short=0.12, long=0.0, gate=0.0, full=0.0, kernels=0.0, examples=5)
 USUAL = Part(
-    "usual", cases=0.15, short=1.0, long=0.07, gate=0.15, full=0.0, kernels=0.02, examples=20
+    "usual", cases=0.12, short=1.0, long=0.05, gate=0.12, full=0.0, kernels=0.02, examples=20
 )
 OF_FILES = replace(USUAL, name="of files", cases=1.0)
 FULL = Part("full", cases=1.0, short=1.0, long=1.0, gate=1.0, full=1.0, kernels=1.0, examples=100)
