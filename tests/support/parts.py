@@ -2,10 +2,11 @@
 
     python -m pytest --quick | (no option) | --full | --slow
 
-Each part holds the part before it. A part runs a fixed share of the cases of every test, of the
-kernels of every compile gate and of the examples of every property. A hash of the names chooses
-the share: every run chooses the same, and no list of tests has to be kept. A run that names a test
-by its node id leaves nothing out, one that names a file no case of a short test.
+Each part holds the part before it. A part runs fixed shares: of the cases of every short test, of
+the long ones and the compile gates of every file, of the kernels of a gate and of the examples of a
+property. A hash of the names chooses them: every run chooses the same, and no list of tests has to
+be kept. A run that names a test by its node id leaves nothing out, one that names a file no case of
+a short test.
 """
 
 from __future__ import annotations
