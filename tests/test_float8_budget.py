@@ -127,13 +127,12 @@ def test_a_rotation_spreads_outliers() -> None:
 
 
 @settings(max_examples=2)
-@given(st.integers(0, 2**32 - 4), st.sampled_from([(1024, 64), (1024, 128)]))
+@given(st.integers(0, 2**32 - 4), st.sampled_from([(1024, 64), (1024, 128), (2048, 64)]))
 def test_a_rotation_has_the_same_factor_in_every_path(seed: int, shape: tuple[int, int]) -> None:
     """A rotation lowers errors by the same factor in float64, on the host and in the kernel.
 
-    The kernel's factor is the mean of four draws. It also rounds weights: over 48 draws its factor
-    was lower than in float64 by 0.01, with a standard deviation of up to 0.014 and outliers of
-    0.05.
+    The kernel also rounds weights. One draw of its factor may differ by 0.05. Means of four were
+    lower by 0.005 to 0.013, with a standard deviation of 0.005 (192 draws).
     """
     keys, d = shape
 
@@ -156,4 +155,4 @@ def test_a_rotation_has_the_same_factor_in_every_path(seed: int, shape: tuple[in
 
     simulated, host, kernel = np.transpose([factors(seed + i) for i in range(4)])
     assert np.abs(host / simulated - 1).max() < 0.02
-    assert abs((kernel / simulated).mean() - 1) < 0.05
+    assert abs((kernel / simulated).mean() - 1) < 0.04

@@ -360,7 +360,8 @@ def test_gradient_parameters_arrive_where_the_kernels_read_them(recorder: Record
 
 @pytest.mark.parametrize(
     ("width", "causal", "rows", "deterministic", "expected"),
-    [(64, True, 512, True, 64), (64, True, 1024, True, 64), (64, True, 8192, True, 32),
+    [(64, True, 512, True, 64), (64, True, 1024, True, 64), (64, True, 2048, True, 32),
+     (64, True, 8192, True, 32),
      (64, False, 512, True, 64), (64, False, 1024, True, 32), (64, False, 2048, True, 16),
      (64, True, 1024, False, 8), (128, True, 1024, True, 23), (128, False, 1024, True, 16)],
 )  # fmt: skip
