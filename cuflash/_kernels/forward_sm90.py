@@ -205,10 +205,6 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
                 "float32 results with two options that need registers spill",
             ),
             (
-                partial and 128 < wgmma.widest(problem) <= 192,
-                "float32 results spill registers in this tile",
-            ),
-            (
                 wide and packed and looked_up,
                 "a mask or segment ids of packed sequences spill registers in every tile",
             ),

@@ -13,6 +13,12 @@ struct FinishedRows {
   SplitSoftmax& softmax;
   float (&o_acc)[1][o_tiles][4];
 
+  // An earlier result is read in parts of a row. Up to 128 columns, registers hold both rows of a
+  // lane, and they are read before their weights are known.
+  static constexpr int pairs = o_tiles <= 16 ? o_tiles / 2 : o_tiles / 8;  // of tiles
+  static constexpr bool reads_ahead = Config::joins && o_tiles / 2 == pairs;
+  using EarlierPart = float4[pairs];
+
   // Writes out and lse of these 64 rows, or +0 and lse_without_keys for rows that saw no key.
   CUFLASH_DEVICE void write(const Work& work, const Score& score, int q_stage) {
     const int thread = ptx::thread_index(), lane = thread % 32;
@@ -20,6 +26,10 @@ struct FinishedRows {
     const int warp_row = work.first_row + tile_row;
     const int num_rows = min(max(score.seqlen.q - warp_row, 0), 16);
     const uint32_t non_finite = non_finite_rows(o_acc[0]);
+    EarlierPart earlier[2];
+    if constexpr (reads_ahead) {
+      unrolled<2>([&](int half) { read_so_far(earlier[half], work, score, warp_row, 0, half); });
+    }
     softmax.finish();
     bool hidden[2], far_or_overflowed[2];
     float factor[2], before[2] = {};
@@ -58,7 +68,16 @@ struct FinishedRows {
     unrolled<o_tiles, 4>([&](int t, int i) {
       o_acc[0][t][i] = fmaf(o_acc[0][t][i], factor[i / 2], 0.0f);  // -1 * 0 alone is -0
     });
-    if constexpr (Config::joins) add_so_far(work, score, warp_row, before);
+    if constexpr (reads_ahead) {
+      unrolled<2>([&](int half) { add_so_far(earlier[half], before[half], 0, half); });
+    } else if constexpr (Config::joins) {
+      unrolled<o_tiles / 2 / pairs, 2>([&](int part, int half) {
+        // A branch, so that ptxas reads a part only after the part before it.
+        if (warp_any(16 * pairs * part >= params.head_dim_v)) return;
+        read_so_far(earlier[half], work, score, warp_row, part, half);
+        add_so_far(earlier[half], before[half], part, half);
+      });
+    }
     if constexpr (stages_out) {
       // Only this warpgroup reads these rows of q, and it has finished with them.
       stage_rows(params, work, smem.q[q_stage], tile_row, o_acc, rows_to_recompute, without_lse);
@@ -82,26 +101,30 @@ struct FinishedRows {
   }
 
  private:
-  // Adds `before` times the float32 rows of the earlier result. (D170)
-  CUFLASH_DEVICE void add_so_far(const Work& work, const Score& score, int warp_row,
-                                 const float (&before)[2]) {
-    const float* entry = params.so_far + work.entry * params.so_far_layout.batch +
-                         score.seqlen.first_q * params.so_far_layout.row;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int q_idx = warp_row + fragment_row(0, 2 * half);
-      if (q_idx >= score.seqlen.rows_q) continue;
-      const float* row = entry + q_idx * params.so_far_layout.row;
-#pragma unroll
-      for (int t = 0; t < o_tiles; ++t) {
-        const int column = fragment_column(t, 0);
-        if (column >= params.head_dim_v) continue;
-        const float2 earlier = *reinterpret_cast<const float2*>(row + column);
-        float (&o)[4] = o_acc[0][t];
-        o[2 * half] = fmaf(before[half], earlier.x, o[2 * half]);
-        o[2 * half + 1] = fmaf(before[half], earlier.y, o[2 * half + 1]);
-      }
-    }
+  // Reads a part of the upper (half 0) or the lower row of the earlier result in float32. (D170)
+  CUFLASH_DEVICE void read_so_far(EarlierPart& earlier, const Work& work, const Score& score,
+                                  int warp_row, int part, int half) const {
+    const int q_idx = warp_row + fragment_row(0, 2 * half);
+    const float* row = params.so_far + work.entry * params.so_far_layout.batch +
+                       (score.seqlen.first_q + q_idx) * params.so_far_layout.row;
+    unrolled<pairs>([&](int pair) {
+      const int column = column_of_four(2 * (part * pairs + pair));
+      const bool exists = q_idx < score.seqlen.rows_q && column < params.head_dim_v;
+      earlier[pair] = exists ? __ldcs(reinterpret_cast<const float4*>(row + column)) : float4{};
+    });
+  }
+
+  // Adds `before` times that part.
+  CUFLASH_DEVICE void add_so_far(const EarlierPart& earlier, float before, int part, int half) {
+    unrolled<pairs>([&](int pair) {
+      const float4 x = exchange_halves(earlier[pair]);
+      const int t = 2 * (part * pairs + pair);
+      float (&first)[4] = o_acc[0][t], (&second)[4] = o_acc[0][t + 1];
+      first[2 * half] = fmaf(before, x.x, first[2 * half]);
+      first[2 * half + 1] = fmaf(before, x.y, first[2 * half + 1]);
+      second[2 * half] = fmaf(before, x.z, second[2 * half]);
+      second[2 * half + 1] = fmaf(before, x.w, second[2 * half + 1]);
+    });
   }
 
   CUFLASH_DEVICE float* lse_of(const Work& work, const Score& score, int q_idx) const {

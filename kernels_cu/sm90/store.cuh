@@ -143,6 +143,29 @@ CUFLASH_DEVICE void store_chunks(const ForwardSm90Params& params, const BatchInd
   }
 }
 
+// Writes 16 rows of a warp in float32: rows of out begin at multiples of 16 bytes.
+CUFLASH_DEVICE void store_floats(const ForwardSm90Params& params, const BatchIndex& entry,
+                                 const Seqlen& seqlen, int first_row,
+                                 const float (&o_acc)[1][o_tiles][4]) {
+  float* out = static_cast<float*>(KeyPart::of_thread_block(params).out(params)) +
+               entry * params.out_layout.batch + seqlen.first_q * params.out_layout.row;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int q_idx = first_row + fragment_row(0, 2 * half);
+    float* row = out + q_idx * params.out_layout.row;
+#pragma unroll
+    for (int t = 0; t < o_tiles; t += 2) {
+      const auto& o = o_acc[0];
+      const float4 four = exchange_halves(make_float4(o[t][2 * half], o[t][2 * half + 1],
+                                                      o[t + 1][2 * half], o[t + 1][2 * half + 1]));
+      const int column = column_of_four(t);
+      if (q_idx < seqlen.rows_q && column < params.head_dim_v) {
+        __stcs(reinterpret_cast<float4*>(row + column), four);
+      }
+    }
+  }
+}
+
 // Writes 16 rows of a warp in 16 bits or in float32. Rows in `rows_to_recompute` are computed
 // again.
 CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex& entry,
@@ -150,9 +173,7 @@ CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex
                                const float (&o_acc)[1][o_tiles][4], uint32_t rows_to_recompute,
                                uint32_t without_lse) {
   if constexpr (Config::out_dtype == Dtype::float32) {
-    const RowTarget to(KeyPart::of_thread_block(params).out(params), params.out_layout, entry,
-                       seqlen.first_q, params.head_dim_v, Config::head_dim_v);
-    store_slice(to, first_row, seqlen.rows_q - first_row, 1, o_acc[0]);
+    store_floats(params, entry, seqlen, first_row, o_acc);
   } else {
     store_chunks(params, entry, seqlen, first_row, o_acc);
   }
