@@ -247,6 +247,19 @@ def test_queries_that_all_heads_share(method):
         np.testing.assert_allclose(found[name], getattr(right, FIELDS[name]), atol=1e-12)
 
 
+@pytest.mark.parametrize(("layout", "sent_back"), [("zigzag", 0.75), ("contiguous", 0.5)])
+def test_the_ring_sends_no_gradients_of_keys_that_a_rank_does_not_see(layout, sent_back):
+    """In zigzag order later ranks see the first half of a rank's keys, in order they see all."""
+    x = np.random.default_rng(3).standard_normal((2, 128, 4))
+    shards = Shards(4, layout, "ring")
+    results = shards.forward(x, x, x, causal=True)
+    forward, cut = sum(shards.comm.sent.values()), shards.cut(x)
+    outs, lses = [r.out for r in results], [r.lse for r in results]
+    shards.comm.sent.clear()
+    distributed.attention_backward(outs, cut, cut, cut, outs, lses, causal=True, **shards.how)
+    assert sum(shards.comm.sent.values()) == forward * (1 + sent_back)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("size", [4, 8])
 def test_bytes_are_those_of_the_formulae(method, size):

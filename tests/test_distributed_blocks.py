@@ -182,6 +182,21 @@ def test_gradients_are_summed(slices, others):
     np.testing.assert_array_equal(total, expected)
 
 
+@given(spans=st.lists(st.tuples(st.integers(0, 11), st.integers(1, 8)), min_size=1, max_size=4))
+def test_gradients_of_some_rows_are_joined(spans):
+    """Sums with any rows are joined and added to all rows; each row is summed once."""
+    own = np.arange(2 * 20 * 3.0).reshape(2, 20, 3)
+    expected, joined = own.copy(), None
+    with poisoned_memory():
+        for number, (first, rows) in enumerate(spans):
+            part = Summed(np.full((2, rows, 3), 100.0**number), first, full=True)
+            joined = joined.joined(part) if joined else part
+            expected[:, first : first + rows] += 100.0**number
+        total = joined.added_to(own, np.float64)
+    assert total is own
+    np.testing.assert_array_equal(total, expected)
+
+
 ROW = np.zeros((1, 4))
 WITH_POSITIONS = {
     "alibi_slopes": np.ones(1), "bias": ROW, "mask": ROW == 0,

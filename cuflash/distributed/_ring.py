@@ -1,20 +1,20 @@
 """The ring: keys of all ranks reach the queries of each rank, one rank's keys in each step.
 
 In step i a rank computes with keys and values of the rank i before it (Liu et al. 2023), which that
-rank sends directly, and merges float32 results. In the gradient keys and values are sent again, and
-dk and dv are sent directly back to their rank, in float32. Under USP each rank of the ring is in a
-group of ranks that exchange heads, and its share has all rows of the group.
+rank sends directly, and merges float32 results. In the gradient keys and values are sent again.
+Each rank sends dk and dv of the keys that its queries see back to their rank, in float32. Under USP
+each rank of the ring is in a group of ranks that exchange heads, and its share has all rows of the
+group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 from cuflash._arrays import Array
-from cuflash._launch.one_pass import contiguous, in_dtype, write_sum
+from cuflash._launch.one_pass import contiguous, in_dtype
 from cuflash._results import Saved
 from cuflash.distributed._blocks import Block, Bounds, blocks_of, lasts_of
 from cuflash.distributed._communicator import Compute, Exchange, Schedule, Wait
@@ -62,6 +62,13 @@ def _blocks(share: Share, step: int, bounds: Bounds) -> tuple[Block, ...]:
     return blocks_of(share.queries[share.rank], keys, bounds, sink=has_sink)
 
 
+def _seen(share: Share, keys_of: int, queries_of: int, bounds: Bounds) -> slice:
+    """A rank's rows of keys from the first to the last that queries of another rank see."""
+    blocks = blocks_of(share.queries[queries_of], share.keys[keys_of], bounds)
+    ends = [(b.keys.start, b.keys.stop) for b in blocks] or [(0, 0)]
+    return slice(min(start for start, _ in ends), max(stop for _, stop in ends))
+
+
 def forward(share: Share) -> Schedule:
     """Return ``out`` and lse of own rows and heads, canonical, in the dtypes of results."""
     xp, problem, parts = share.xp, share.problem, share.parts(share.heads)
@@ -102,55 +109,62 @@ def of_qkv(
     """Return gradients of own rows and heads, canonical; dk and dv of collected keys in float32."""
     xp, dtype = share.xp, share.sums_dtype
     own, names = [_wire(share, a) for a in (share.k, share.v)], [n for n in KV if n in wanted]
+    bounds = share.parts(share.heads).bounds
 
-    def room(kv: list[Array]) -> dict[str, Array]:
-        """Empty arrays for dk and dv, in the layout in which they are sent."""
-        return {n: xp.empty(a.shape, dtype) for n, a in zip(KV, kv, strict=True) if n in names}
+    def room(rows: slice) -> dict[str, Array]:
+        """Empty arrays for dk and dv of ``rows`` of keys, as they are sent."""
+        found = {}
+        for name, array in zip(KV, own, strict=True):
+            shape = list(array.shape)
+            shape[0 if share.collected else -2] = rows.stop - rows.start
+            if name in names:
+                found[name] = xp.empty(tuple(shape), dtype)
+        return found
+
+    def sums_of(arrays: dict[str, Array], rows: slice, *, full: bool = False) -> dict[str, Summed]:
+        return {n: Summed(_of_wire(share, a), rows.start, full=full) for n, a in arrays.items()}
 
     def computed(
-        step: int, stage: Stage, kv: list[Array], dkv: dict[str, Array], dq: Summed
+        step: int, stage: Stage, kv: list[Array], onto: dict[str, Summed], dq: Summed
     ) -> Schedule:
         """Compute the gradients of a stage's heads for the keys of one rank.
 
-        dq is added to ``dq``; ``dkv`` is overwritten.
+        They are added to ``onto`` (dk and dv) and ``dq``.
         """
         parts, of_heads = share.parts(stage.heads), stage.of_saved(saved)
         k, v = (stage.of_kv(_of_wire(share, a)) for a in kv)
         qkv = stage.of_q(share.q), k, v
-        onto = {n: Summed(stage.of_kv(_of_wire(share, a))) for n, a in dkv.items()}
         sums = onto | ({"q": dq} if "q" in wanted else {})
 
         def compute(block: Block) -> None:
             of_options.add(parts, block, parts.backward(block, qkv, of_heads, wanted, sums))
 
-        for block in _blocks(share, step, parts.bounds):
+        for block in _blocks(share, step, bounds):
             yield Compute(partial(compute, block), parts.scores(block))
         for each in onto.values():
             each.finish()
 
     def of_own_keys(stage: Stage) -> Schedule:
         of_stage = Summed(stage.of_q(dq))
-        yield from computed(0, stage, own, own_sums, of_stage)
+        onto = {n: Summed(stage.of_kv(_of_wire(share, a))) for n, a in own_sums.items()}
+        yield from computed(0, stage, own, onto, of_stage)
         of_stage.finish()
 
     # Own keys are computed in two stages of heads: the first while keys of another rank arrive, the
     # last while gradients of own keys come back.
     several = share.size > 1
     first, *last = stages_of(share.heads, share.q, share.k, share.v, most=1 + several)
-    dq, own_sums = xp.empty(share.q.shape, dtype), room(own)
+    dq, own_sums = xp.empty(share.q.shape, dtype), room(slice(0, share.k.shape[-2]))
     of_others = Summed(xp.empty(share.q.shape if several else (0, 0), dtype))
-    returned: list[Array] = []
+    returned: dict[str, Summed] = {}
     back: list[Any] = []  # a ticket, and the gradients of own keys that it brings
 
     def taken() -> Schedule:
         """Add the gradients of own keys that another rank computed."""
         yield Wait(back[0])
-        came = back[1]
+        for name, came in back[1].items():
+            returned[name] = returned[name].joined(came) if name in returned else came
         back.clear()
-        for total, array in zip(returned, came, strict=False):
-            write_sum(total, total, array)
-        if not returned:
-            returned.extend(came)
 
     if several:
         ticket, coming = yield from _bring(share, own, 1)
@@ -160,13 +174,18 @@ def of_qkv(
         kv = coming
         if step + 1 < share.size:
             ticket, coming = yield from _bring(share, own, step + 1)
-        parts = room(kv)
-        yield from computed(step, Stage(share.heads), kv, parts, of_others)
+        of, by = ((share.rank + s) % share.size for s in (-step, step))
+        seen, seen_here = _seen(share, of, share.rank, bounds), _seen(share, share.rank, by, bounds)
+        parts = room(seen)
+        yield from computed(step, Stage(share.heads), kv, sums_of(parts, seen), of_others)
         if back:
             yield from taken()
         if names:
-            came = [xp.empty(a.shape, dtype) for a in own_sums.values()]
-            back += (yield _exchange(share, -step, parts.values(), came)), came
+            came = room(seen_here)
+            back += (
+                (yield _exchange(share, -step, parts.values(), came.values())),
+                sums_of(came, seen_here, full=True),
+            )
     for stage in last:
         yield from of_own_keys(stage)
     if back:
@@ -175,8 +194,8 @@ def of_qkv(
     if "q" in wanted:
         rounds = share.q.dtype
         totals["q"] = of_others.added_to(dq, rounds) if several else in_dtype(rounds, dq)
-    for name, array, others in zip_longest(names, own_sums.values(), returned):
+    for name, array in own_sums.items():
         rounds = dtype if share.collected else getattr(share, name).dtype
-        terms = (array,) if others is None else (array, others)
-        totals[name] = _of_wire(share, in_dtype(rounds, *terms))
+        array, others = _of_wire(share, array), returned.get(name)
+        totals[name] = others.added_to(array, rounds) if others else in_dtype(rounds, array)
     return totals

@@ -120,14 +120,21 @@ class Merged:
 
 
 class Summed:
-    """A gradient to whose rows blocks add. The rows are the last axis but one of ``array``."""
+    """A gradient to whose rows blocks add.
 
-    def __init__(self, array: Array) -> None:
-        self._array, self._rows = array, Rows(array.shape[-2])
+    The rows are the last axis but one of ``array``, which holds them from ``first`` on. An array
+    that is ``full`` has been written.
+    """
+
+    def __init__(self, array: Array, first: int = 0, *, full: bool = False) -> None:
+        self._array, self._all = array, slice(first, first + array.shape[-2])
+        self._rows = Rows(self._all.stop)
+        if full:
+            self._rows.add(self._all)
 
     def begin(self, rows: slice) -> tuple[Array, bool]:
         """The array to write a part to, and whether :meth:`add` must be called afterwards."""
-        target = self._array[..., rows, :]
+        target = self._part(rows)
         if not self._rows.any(rows):
             self._rows.add(rows)
             return target, False
@@ -136,26 +143,45 @@ class Summed:
 
     def add(self, rows: slice, part: Array) -> None:
         """Add a part that was written to a new array of :meth:`begin`."""
-        target = self._array[..., rows, :]
+        target = self._part(rows)
         write_sum(target, target, part)
 
     def finish(self) -> None:
         """Clear rows that no block wrote."""
-        self._clear(slice(0, self._array.shape[-2]))
+        self._clear(self._all)
+
+    def joined(self, other: Summed) -> Summed:
+        """The sum of two finished sums, in the larger array if that has the rows of both."""
+        starts, stops = zip(*((s._all.start, s._all.stop) for s in (self, other)), strict=True)
+        rows = slice(min(starts), max(stops))
+        larger, *parts = sorted((self, other), key=lambda s: -s._array.shape[-2])
+        if larger._all != rows:
+            shape = (*self._array.shape[:-2], rows.stop - rows.start, self._array.shape[-1])
+            parts.append(larger)
+            larger = Summed(array_module(self._array).empty(shape, self._array.dtype), rows.start)
+            larger.finish()
+        for part in parts:
+            larger.add(part._all, part._array)
+        return larger
 
     def added_to(self, other: Array, dtype: Any) -> Array:
-        """The sum with ``other`` in ``dtype``; in place of ``other`` if it has that dtype."""
+        """The sum with all rows in ``dtype``; in place of ``other`` if it has that dtype."""
         total = other if other.dtype == dtype else array_module(other).empty(other.shape, dtype)
+        everything = slice(0, other.shape[-2])
         for rows in self._rows.runs(present=True):
-            write_sum(total[..., rows, :], self._array[..., rows, :], other[..., rows, :])
+            write_sum(total[..., rows, :], self._part(rows), other[..., rows, :])
         if total is not other:
-            for rows in self._rows.runs(present=False):
+            for rows in self._rows.runs(present=False, among=everything):
                 write_sum(total[..., rows, :], other[..., rows, :])
         return total
 
+    def _part(self, rows: slice) -> Array:
+        first = self._all.start
+        return self._array[..., rows.start - first : rows.stop - first, :]
+
     def _clear(self, rows: slice) -> None:
         for empty in self._rows.runs(present=False, among=rows):
-            self._array[..., empty, :] = 0
+            self._part(empty)[...] = 0
         self._rows.add(rows)
 
 
