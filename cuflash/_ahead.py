@@ -108,10 +108,11 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     architectures = [compilation.architecture(c, hardware.capability) for c in facts]
     names = map(name_of, facts, architectures)
     files = [place / f"{name}.cubin" for name in names]
-    lost = [path for path in files if not cubin_cache.verified(path)]
-    if lost:
+    for path in files:
+        if not (problem := cubin_cache.problem_of(path)):
+            continue
         raise problem_with(
-            "folder", OSError, got=f"{lost[0].parent}, where {lost[0].name} was not stored",
+            "folder", OSError, got=f"{path.parent}, where {path.name} {problem}",
             expected="a writable folder with free space",
             fix="pass another folder, or unset CUPY_CACHE_IN_MEMORY" if _cupy.in_memory() else "",
         )  # fmt: skip

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     for row in rows if arguments.action == "list" else ():
         print(f"{row['name'][:16]}  {row['bytes']:>8}  {row['date']}  {row['entry']}")
     for row in wrong:
-        print(f"{row['name']}: truncated, changed, another kernel's, or writable by other users")
+        print(f"{row['name']} {row['problem']}")
     total = sum(row["bytes"] for row in rows)
     print(f"{folder}: {len(rows)} kernels, {total / 1e6:.1f} MB, {len(wrong)} unusable")
     return status
@@ -75,8 +75,8 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     for path in sorted(folder.glob("*.cubin")):
         if not _FILE.fullmatch(path.name):
             continue
-        whole = cubin_cache.verified(path)
-        entry = _ENTRY.search(cubin_cache.read(path)) if whole else None
+        problem = cubin_cache.problem_of(path)
+        entry = None if problem else _ENTRY.search(cubin_cache.read(path))
         status = path.lstat()
         changed = dt.datetime.fromtimestamp(status.st_mtime, dt.UTC)
         rows.append({
@@ -84,7 +84,8 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
             "entry": entry[1].decode() if entry else "unknown",
             "bytes": status.st_size,
             "date": changed.isoformat(sep=" ", timespec="minutes"),
-            "whole": whole,
+            "whole": not problem,
+            "problem": problem,
         })  # fmt: skip
     return rows
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from cuflash._cupy import folder, in_memory, warn_once
 
+MISSING = "does not exist"  # a problem of a file
 _DIGEST_BYTES = 32
 
 
@@ -42,18 +43,27 @@ def load_shared(name: str) -> bytes | None:
     """The cubin of this name in one of the shared folders, or None. Nothing is written there."""
     for shared in shared_folders():
         path = shared / f"{name}.cubin"
-        try:
-            content = read(path)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            _warn_of_shared(str(path), f"cannot be read ({error.strerror})")
-            continue
-        cubin = _checked(name, content)
+        cubin, problem = _cubin_or_problem(path)
         if cubin is not None:
             return cubin
-        _warn_of_shared(str(path), "is truncated, changed, or another kernel's")
+        if problem != MISSING:
+            _warn_of_shared(str(path), problem)
     return None
+
+
+def problem_of(path: Path) -> str:
+    """Why the file of a kernel cannot be used; empty if it can."""
+    return _cubin_or_problem(path)[1]
+
+
+def _cubin_or_problem(path: Path) -> tuple[bytes | None, str]:
+    try:
+        cubin = _checked(path.stem, read(path))
+    except FileNotFoundError:
+        return None, MISSING
+    except OSError as error:
+        return None, f"cannot be read ({error.strerror})"
+    return cubin, "" if cubin is not None else "is truncated, changed, or another kernel's"
 
 
 def read(path: Path, *, own: bool = False) -> bytes:
@@ -105,14 +115,6 @@ def save_shared(shared: Path, name: str, cubin: bytes) -> Path:
     shared.mkdir(parents=True, exist_ok=True)
     replace(path, cubin + _digest(name, cubin), shared.stat().st_mode & 0o664)
     return path
-
-
-def verified(path: Path) -> bool:
-    """Whether the file of a kernel can be read, is whole, and has the name of its kernel."""
-    try:
-        return _checked(path.stem, read(path)) is not None
-    except OSError:
-        return False
 
 
 def load(name: str) -> bytes | None:
