@@ -49,18 +49,17 @@ def _most_owners(config: Any, streamed_bytes: int, own: Hardware) -> int:
     holds what these owners stream, keep and sum: thrice what they stream. Without a causal bound,
     where all rows are under way, that has to fit half of the cache. (D21)
     """
-    sms, cache, fused = own.multiprocessors, own.l2_bytes, config.computes == "dqkv"
+    sms, cache, causal = own.multiprocessors, own.l2_bytes, config.window_right
     if config.cluster_blocks > 1:
-        return sms // (16 if config.deterministic and config.window_right else 32)
-    if fused and not config.deterministic:
-        return sms // 16
-    if fused and config.head_dim < 128:
-        causal = config.window_right
+        return sms // (16 if config.deterministic and causal else 32)
+    if config.computes == "dqkv":
+        if not config.deterministic:
+            return sms // 16
+        if config.head_dim >= 128:
+            return sms * 2 // 11 if causal else sms // 8
         fitting = cache // (1 if causal else 2) // max(3 * streamed_bytes, 1)
         return max(sms // (4 if causal else 8), min(fitting, sms // 2))
-    if fused and config.window_right:
-        return sms * 2 // 11
-    if fused or (config.tensor_maps and config.computes == "dkv"):
+    if config.tensor_maps and config.computes == "dkv":
         return sms // 8
     return max(cache // 2 // max(streamed_bytes, 1), sms // 4)
 
