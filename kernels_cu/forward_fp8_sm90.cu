@@ -43,6 +43,6 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<consumer_registers>();
-    Consumer{params, smem, warp / 4 - 1}.run();
+    Consumer{{params, smem, warp / 4 - 1}}.run();
   }
 }

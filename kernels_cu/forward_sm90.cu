@@ -51,6 +51,6 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     if (looks_up && warp >= 2) LookUpLoader{params, warp - 2}.run(smem);
   } else {
     ptx::setmaxnreg_inc<consumer_registers>();
-    Consumer{params, smem, warp / 4 - 1}.run();
+    Consumer{{params, smem, warp / 4 - 1}}.run();
   }
 }

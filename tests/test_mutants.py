@@ -28,7 +28,7 @@ def test_there_are_enough_and_they_differ():
     files = {m.file for m in ALL}
     for kernel in ("forward_sm80.cu", "backward_dkv_sm80.cu", "backward_dq_sm80.cu",
                    "backward_dscore_sm80.cu", "backward_delta.cu", "sm90/dkv_warpgroup.cuh",
-                   "backward_dq_sm90.cu", "backward_sm90.cu", "sm90/consumer.cuh",
+                   "backward_dq_sm90.cu", "backward_sm90.cu", "sm90/out_warpgroup.cuh",
                    "sm90/softmax.cuh"):  # fmt: skip
         assert kernel in files
 

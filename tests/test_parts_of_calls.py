@@ -105,7 +105,8 @@ def test_whether_results_can_join_others_is_known_before(
 @pytest.mark.parametrize(
     ("name", "head_dim", "nan_at"),
     [(n, d, None) for n in OPTIONS for d in (64, 128)]
-    + [("full", 256, None), ("full", 128, 5), ("full", 128, 300), ("causal", 128, 300)],
+    + [("full", d, None) for d in (72, 192, 256)]
+    + [("full", 128, 5), ("full", 128, 300), ("causal", 128, 300)],
 )
 def test_results_join_those_over_other_keys(name, head_dim, nan_at):
     """Joined results are exact in float32 and rounded, and NaN only in rows that see a NaN."""

@@ -12,9 +12,9 @@ constexpr bool halves = Config::block_n == 128 && Score::is_plain;
 constexpr bool halves_last = halves && Score::last_rows_see_most;
 constexpr bool halves_first = halves && Score::masks_before_full;
 
-// Full blocks keep the current reference of their rows: see Consumer::attend_full_block. For wide
-// heads products take so long that this gains nothing, except under a softcap. (D1, D131) A softcap
-// or slopes together with segments or packed sequences leave no registers for it.
+// Full blocks keep the current reference of their rows: see OutWarpgroup::attend_full_block. For
+// wide heads products take so long that this gains nothing, except under a softcap. (D1, D131) A
+// softcap or slopes together with segments or packed sequences leave no registers for it.
 constexpr bool has_registers_for_reference =
     Config::scale_in_exponent || (!Score::has_segments && Config::cu_seqlens == Dtype::none);
 constexpr bool keeping_saves_time = Config::head_dim <= 128 || Score::is_capped_product;
