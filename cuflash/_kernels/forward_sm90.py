@@ -201,8 +201,12 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
                 "few queries over pages leave the kernel's tiles half empty",
             ),
             (
-                partial and pressure > 1,
-                "float32 results with two options that need registers spill",
+                partial and pressure > 1 and wgmma.widest(problem) > 128,
+                "float32 results with two options that need registers spill in some cases",
+            ),
+            (
+                partial and pressure > 1 and problem.alibi_slopes is not None,
+                "float32 results with slopes and another option that needs registers spill",
             ),
             (
                 wide and packed and looked_up,
