@@ -16,6 +16,7 @@ from cuflash._select import hardware as select_hardware
 from cuflash._select import measured
 from cuflash._select.override import with_override
 from cuflash.tuning import _kernels
+from cuflash.tuning._space import default_configs
 from support.chosen import backward_of, forward_of, fused, one
 from support.simulated_sweep import DEVICE, WORK, simulated, space_of
 from support.tuned_problems import PROBLEMS
@@ -241,7 +242,7 @@ def test_the_best_of_every_kernel_is_kept_and_used(tmp_path, kernel):
         assert result.best["key"] == other.key
     saved = tuning.save(result)
     with tuning.use(saved):
-        used = tuning.space(work, kernel, arch="sm_90a").default
+        used, *_ = default_configs(work, kernel, H100)
     assert used.kernel == found.default.kernel
     assert ",".join(map(str, _kernels.tile_of(used).values())) == result.best["key"]
 
@@ -388,7 +389,7 @@ def test_a_tile_is_traced_to_the_row_of_its_own_kernel(kernel):
     """A tile is traced to a row of its own kernel; rows of other kernels have other parameters."""
     rows = {}
     for name, work in PROBLEMS.items():
-        config = tuning.space(work, name, arch="sm_90a").default
+        config, *_ = default_configs(work, name, H100)
         key = measured.key_of(config, H100.name)
         rows[name] = measured.Row(key, tuple(_kernels.tile_of(config).items()), name)
         if name == kernel:

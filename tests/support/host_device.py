@@ -7,12 +7,14 @@ after the kernels are those of a GPU.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -42,6 +44,7 @@ from cuflash._select import hardware
 
 SUPPORT = Path(__file__).parent
 COMPILER = shutil.which("g++")
+FLAGS = ("-O1", "-std=c++20", "-fPIC", "-w")
 _CLUSTER_PTX = ("cluster", "mbarrier")
 _PTX = ("arithmetic", "cp_async", "dependents", "mma_sync", "once", "special", "tma")
 
@@ -59,6 +62,16 @@ class DeviceArray(np.ndarray):
 
     def get(self) -> Any:
         return np.asarray(self)
+
+
+@functools.cache
+def precompiled() -> str:
+    """Folder of a precompiled `host_kernel.h`, which takes half of the time of a kernel to read."""
+    folder = tempfile.mkdtemp(prefix="cuflash-host-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    header = ["-x", "c++-header", SUPPORT / "host_kernel.h", "-o", f"{folder}/host_kernel.h.gch"]
+    subprocess.run([COMPILER, *FLAGS, *header], check=True)
+    return folder
 
 
 def on_device(array: Any) -> DeviceArray:
@@ -99,7 +112,7 @@ class HostDevice:
         macros = {"HOST_KERNEL": config.entry, "HOST_PARAMS": config.params}
         text = "".join(
             (
-                f'#include "{SUPPORT}/host_kernel.h"\n',
+                '#include "host_kernel.h"\n',
                 *(f"#define {name} {value}\n" for name, value in macros.items()),
                 jit_source.flatten(config.source, tuple(texts)),
                 f'#include "{SUPPORT}/host_run.h"\n',
@@ -108,8 +121,8 @@ class HostDevice:
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         source, library = self.folder / f"{name}.cpp", self.folder / f"{name}.so"
         source.write_text(text)
-        command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
-        subprocess.run(command, check=True)
+        headers = [f"-I{precompiled()}", f"-I{SUPPORT}"]
+        subprocess.run([COMPILER, *FLAGS, *headers, "-shared", source, "-o", library], check=True)
         self.configs.append(config)
         self.kernels.append((config.entry, ctypes.CDLL(str(library)).run))
         number = len(self.kernels) - 1

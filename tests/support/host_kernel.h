@@ -3,6 +3,7 @@
 // are in host_ptx.h.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <bit>
@@ -123,12 +124,15 @@ struct Warp {
   Slot slots[2][32];
 };
 
+// A fiber starts with setcontext(). From then on it takes turns by _longjmp(), which makes no system
+// call.
 struct Fiber {
-  ucontext_t context;
-  bool done;
+  ucontext_t start;
+  jmp_buf turn;
+  bool started, done;
 };
 
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static std::vector<Fiber> fibers(max_blocks * max_threads);  // of all blocks of a cluster
 static Warp warps[max_blocks * max_threads / 32];
 static Meeting meetings[max_blocks];
@@ -138,7 +142,17 @@ static unsigned cluster_blocks = 1, arrived_in_cluster;
 // What lies in shared memory of each block of a cluster while another runs.
 static unsigned char waiting_smem[max_blocks][sizeof smem_bytes];
 
-inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+inline void yield() {
+  if (_setjmp(fibers[current].turn) == 0) _longjmp(scheduler, 1);
+}
+
+// Lets the current fiber run until it yields or is done.
+inline void resume(Fiber& fiber) {
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.started) _longjmp(fiber.turn, 1);
+  fiber.started = true;
+  setcontext(&fiber.start);
+}
 
 inline void meet(Meeting& meeting, int participants) {
   const unsigned generation = meeting.generation;
@@ -157,8 +171,16 @@ inline Meeting& block() { return meetings[rank()]; }
 // Shared memory of a block of the cluster.
 inline unsigned char* smem_of(unsigned of) { return of == rank() ? smem_bytes : waiting_smem[of]; }
 
-// Calls take(slots) when every lane of the warp has put its value there. Two sets of slots: a lane
-// that is ahead fills the other.
+// The values of all lanes of a warp.
+template <typename T>
+struct Lanes {
+  const Slot* slots;
+
+  const T& operator[](int lane) const { return *reinterpret_cast<const T*>(slots[lane].bytes); }
+};
+
+// Calls take(lanes) when every lane of the warp has put its value into a slot. Two sets of slots: a
+// lane that is ahead fills the other.
 template <typename T, typename Take>
 inline auto gather(const T& value, const Take& take) {
   static_assert(sizeof(T) <= sizeof(Slot), "a lane puts its value into one slot");
@@ -166,9 +188,7 @@ inline auto gather(const T& value, const Take& take) {
   Slot(&slots)[32] = own.slots[own.meeting.generation % 2];
   std::memcpy(slots[current % 32].bytes, &value, sizeof(T));
   meet(own.meeting, 32);
-  T values[32];
-  for (int lane = 0; lane < 32; ++lane) std::memcpy(&values[lane], slots[lane].bytes, sizeof(T));
-  return take(values);
+  return take(Lanes<T>{slots});
 }
 
 // Runs every cluster of `cluster` blocks, one after the other.
@@ -189,16 +209,17 @@ void run(unsigned blocks, int threads, unsigned cluster, const Kernel& kernel) {
     arrived_in_cluster = 0;
     for (int i = 0; i < all; ++i) {
       Fiber& fiber = fibers[i];
-      fiber.done = false;
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = &stacks[static_cast<size_t>(i) * stack_bytes];
-      fiber.context.uc_stack.ss_size = stack_bytes;
-      fiber.context.uc_link = &scheduler;
+      fiber.started = fiber.done = false;
+      getcontext(&fiber.start);
+      fiber.start.uc_stack.ss_sp = &stacks[static_cast<size_t>(i) * stack_bytes];
+      fiber.start.uc_stack.ss_size = stack_bytes;
+      fiber.start.uc_link = nullptr;
       makecontext(
-          &fiber.context,
+          &fiber.start,
           +[] {
             (*running)();
             fibers[current].done = true;
+            _longjmp(scheduler, 1);
           },
           0);
     }
@@ -213,7 +234,7 @@ void run(unsigned blocks, int threads, unsigned cluster, const Kernel& kernel) {
           current = i;
           threadIdx.x = i % threads;
           blockIdx.x = first + of;
-          swapcontext(&scheduler, &fibers[i].context);
+          resume(fibers[i]);
           alive |= !fibers[i].done;
         }
         if (cluster > 1 && (i + 1) % threads == 0) {
@@ -242,20 +263,20 @@ inline int __syncthreads_or(int vote) {
 }
 template <typename T>
 T __shfl_xor_sync(unsigned, T x, int mask, int = 32) {
-  return host::gather(x, [&](const T* values) { return values[(host::current % 32) ^ mask]; });
+  return host::gather(x, [&](const host::Lanes<T>& values) { return values[(host::current % 32) ^ mask]; });
 }
 template <typename T>
 T __shfl_sync(unsigned, T x, int lane, int width = 32) {
   const int first = host::current % 32 & -width;  // lanes count modulo the width, negative ones too
-  return host::gather(x, [&](const T* values) { return values[first + (lane & (width - 1))]; });
+  return host::gather(x, [&](const host::Lanes<T>& values) { return values[first + (lane & (width - 1))]; });
 }
 template <typename T>
 T __shfl_up_sync(unsigned, T x, int distance) {
   const int lane = host::current % 32;
-  return host::gather(x, [&](const T* values) { return values[max(lane - distance, 0)]; });
+  return host::gather(x, [&](const host::Lanes<T>& values) { return values[max(lane - distance, 0)]; });
 }
 inline unsigned __ballot_sync(unsigned, bool vote) {
-  return host::gather(vote, [](const bool* votes) {
+  return host::gather(vote, [](const host::Lanes<bool>& votes) {
     unsigned bits = 0;
     for (int lane = 0; lane < 32; ++lane) bits |= static_cast<unsigned>(votes[lane]) << lane;
     return bits;

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cuflash._launch.one_pass import TYPES
-from support.host_device import COMPILER, SUPPORT, DeviceArray, on_device
+from support.host_device import COMPILER, FLAGS, SUPPORT, DeviceArray, on_device
 
 _CTYPES = {
     "float16": "_Float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double",
@@ -48,8 +48,7 @@ def on_the_host(folder: Path, parameters: dict[str, Any], body: str) -> Callable
     name = f"{len(list(folder.iterdir()))}"
     source, library = folder / f"{name}.cpp", folder / f"{name}.so"
     source.write_text(text)
-    command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
-    subprocess.run(command, check=True)
+    subprocess.run([COMPILER, *FLAGS, "-shared", source, "-o", library], check=True)
     threads = ctypes.CDLL(str(library)).run
 
     def run(*values: Any) -> None:
