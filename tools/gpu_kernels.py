@@ -54,9 +54,9 @@ def count(kernels: dict[Any, set[str]]) -> str:
 def compile_missing(kernels: dict[Any, set[str]], folder: Path, processes: int | None) -> list[str]:
     """Compile the kernels that the folder lacks; return the errors."""
 
-    def lacking(own: Any) -> bool:
+    def lacking(own: Any) -> str:
         arch, config = own
-        return not cubin_cache.verified(folder / f"{compilation.shared_name(config, arch)}.cubin")
+        return cubin_cache.problem_of(folder / f"{compilation.shared_name(config, arch)}.cubin")
 
     missing = [config for arch, config in filter(lacking, kernels)]
     start = time.perf_counter()
