@@ -247,6 +247,18 @@ def test_queries_that_all_heads_share(method):
         np.testing.assert_allclose(found[name], getattr(right, FIELDS[name]), atol=1e-12)
 
 
+@pytest.mark.parametrize("rows", [5, 6])
+def test_a_bias_with_one_row_is_shared_unless_each_rank_has_one_query(rows):
+    rng = np.random.default_rng(4)
+    q, k, v, dout = rng.standard_normal((4, 2, rows, 4))
+    bias = rng.standard_normal((1, rows))
+    shards = Shards(5, "contiguous", "ring")
+    results = shards.forward(q, k, v, bias=bias)
+    found = shards.gradients(dout, q, k, v, results, ("bias",), bias=bias)
+    right = reference.attention_backward(dout, q, k, v, wrt=("bias",), bias=bias)
+    np.testing.assert_allclose(found["bias"], right.dbias, atol=1e-12)
+
+
 @pytest.mark.parametrize(("layout", "sent_back"), [("zigzag", 0.75), ("contiguous", 0.5)])
 def test_the_ring_sends_no_gradients_of_keys_that_a_rank_does_not_see(layout, sent_back):
     """In zigzag order later ranks see the first half of a rank's keys, in order they see all."""

@@ -130,7 +130,8 @@ def attention_backward(
     cuflash.Gradients
         Gradients of the rank's rows. dbias has the rank's rows, like the bias. The gradients of
         slopes, of sink, of scale and of a bias with one row for all queries are sums over the
-        whole call, with the same bits on each rank.
+        whole call, with the same bits on each rank. If every rank has one query, the row is its
+        own.
 
     Raises
     ------

@@ -101,7 +101,7 @@ class Shards:
             return distributed.attention(*cut, return_lse=True, **own, **self.how)
 
     def gradients(self, dout, q, k, v, results, wrt, dlse=None, **options):
-        own, cut = self.options(options), map(self.cut, (dout, q, k, v))
+        own, cut = self.options(options), [*map(self.cut, (dout, q, k, v))]
         own["dlse"] = None if dlse is None else self.cut(dlse, -1)
         saved = [r.out for r in results], [r.lse for r in results]
         with poisoned_memory():
@@ -110,6 +110,9 @@ class Shards:
         for name in wrt:
             own = [getattr(part, FIELDS[name]) for part in parts]
             rows = name in QKV or (name == "bias" and has_rows(options["bias"], -2))
+            if name == "bias" and not rows and all(part.shape[-2] == 1 for part in cut[1]):
+                found[name] = sum(own)  # the row of a rank with one query is its own
+                continue
             found[name] = self.whole(own) if rows else own[0]
             assert rows or all(np.array_equal(own[0], other) for other in own)
         return found
