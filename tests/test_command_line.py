@@ -769,9 +769,7 @@ def test_the_store_is_warmed_listed_verified_and_cleared(command, tmp_path):
     if os.name != "nt":
         os.mkfifo(folder / f"{'0' * 64}.cubin")
         status, out, _ = command(cache("list"))
-        assert (status, "2 unusable" in out) == (0, True)
-        assert " is truncated" in out
-        assert " cannot be read (not a regular file)" in out
+        assert (status, out.count(" is truncated"), out.count("not a regular")) == (0, 1, 1)
     status, out, _ = command(cache("clear"))
     assert (status, sorted(path.name for path in folder.iterdir())) == (0, ["notes.txt"])
     assert command(cache("list"))[0] == 0

@@ -261,7 +261,7 @@ def test_a_bias_with_one_row_is_shared_unless_each_rank_has_one_query(rows):
 
 @pytest.mark.parametrize(("layout", "sent_back"), [("zigzag", 0.75), ("contiguous", 0.5)])
 def test_the_ring_sends_no_gradients_of_keys_that_a_rank_does_not_see(layout, sent_back):
-    """In zigzag order later ranks see the first half of a rank's keys, in order they see all."""
+    """Zigzag: later ranks see half of a rank's keys, earlier ones all. In order: all or none."""
     x = np.random.default_rng(3).standard_normal((2, 128, 4))
     shards = Shards(4, layout, "ring")
     results = shards.forward(x, x, x, causal=True)

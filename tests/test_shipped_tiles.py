@@ -45,9 +45,7 @@ def test_the_tables_have_the_best_tiles_of_the_committed_sweeps():
 @pytest.mark.nvrtc
 def test_shipped_tiles_spill_nothing_and_wait_for_no_product():
     sweeps = map(tuning.load, sorted(shipped_tiles.SWEEPS.glob("*.jsonl")))
-    defaults = (
-        default_configs(found.workload, found.kernel, typical("sm_90a")) for found in sweeps
-    )
+    defaults = (default_configs(found.workload, found.kernel, H100) for found in sweeps)
     configs = list(dict.fromkeys(itertools.chain(*defaults)))
 
     def complaint(config):
@@ -158,7 +156,7 @@ def test_every_committed_sweep_can_stand_behind_the_table(tmp_path):
     tuning.use(path)
     for found in map(tuning.load, paths):
         with tuning.use(found):
-            used, *_ = default_configs(found.workload, found.kernel, typical("sm_90a"))
+            used, *_ = default_configs(found.workload, found.kernel, H100)
         faster = found.best["values"] if found.best_relative <= 1 else found.default_values
         assert _kernels.tile_of(used) == faster
     kernels = {key.kernel for key in measured.in_use()}

@@ -91,7 +91,8 @@ def check_gpu_report() -> str:
     if not path.exists():
         return "WARNING: there is no tests/gpu_report.json"
     report = json.loads(path.read_text())
-    counts = ", ".join(f"{report.get(key)} {key}" for key in ("passed", "failed", "skipped"))
+    keys = ("passed", "failed", "skipped", "not run")
+    counts = ", ".join(f"{report.get(key)} {key}" for key in keys)
     summary = f"{counts} on {report.get('device')}"
     stale = [name for name, found in sources().items() if report.get(name) != found]
     if stale:

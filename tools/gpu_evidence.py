@@ -228,9 +228,11 @@ def run_suite(out: Path, jobs: int, seconds: float = SUITE_SECONDS, *, again: bo
         passed = list(pool.map(run_shard, itertools.count(), shards(together, jobs), first))
     passed += [run_shard(len(passed), alone, 0)] if alone else []
     ours = [path for path in sorted(folder.glob("*.json")) if path not in before]
-    if report := report_of([*before, *ours], {*itertools.chain(*listed)}):
+    every = {*itertools.chain(*listed)}
+    if report := report_of([*before, *ours], every):
         took = time.perf_counter() - start  # processes run side by side
         report["seconds"] = round(spent + took, 1)
+        report["not run"] = len(every - flat(report["tests"]).keys())
         (out / "gpu_report.json").write_text(formatted(report))
     return all(passed)
 

@@ -90,6 +90,7 @@ class Outcome:
     seconds: float
     expected: str
     last_line: str
+    digest: str = ""  # of the sources on which it was tried
 
 
 def mutants(kind: str = "gpu") -> tuple[Mutant, ...]:
@@ -197,13 +198,13 @@ def sources(kind: str = "gpu") -> str:
     return gpu_digest.digest() if kind == "gpu" else gpu_digest.digest(apart=())
 
 
-def kept(said: dict[str, Any], digest: str, every: Iterable[Mutant]) -> list[Outcome]:
-    """Outcomes of a report on the sources of this digest whose mutants have not changed."""
-    if said.get("digest") != digest:
-        return []
+def outcomes_in(said: dict[str, Any], every: Iterable[Mutant]) -> list[Outcome]:
+    """Outcomes in a report, of mutants that have not changed; their sources may be older."""
     now = {(mutant.name, mutant.digest) for mutant in every}
-    outcomes = [Outcome(**o) for o in said["outcomes"] if o["outcome"] in ("killed", "survived")]
-    return [o for o in outcomes if (o.name, o.mistake) in now]
+    outcomes = [Outcome(**{"digest": said["digest"], **o}) for o in said.get("outcomes", ())]
+    return [
+        o for o in outcomes if o.outcome in ("killed", "survived") and (o.name, o.mistake) in now
+    ]
 
 
 def report(outcomes: Sequence[Outcome], seconds: float, kind: str = "gpu") -> dict[str, Any]:
@@ -246,7 +247,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     said = {}
     if arguments.json and arguments.json.exists():
         said = json.loads(arguments.json.read_text(encoding="utf-8"))
-    known = {o.name: o for o in kept(said, sources(arguments.kind), every)}
+    digest = sources(arguments.kind)
+    older = {o.name: o for o in outcomes_in(said, every)}
+    known = {name: o for name, o in older.items() if o.digest == digest}
     left = [m for m in chosen if m.name not in known]
     PROCESSES.set_forkserver_preload(list(PRELOADED))
     tests = sorted({test for mutant in left for test in mutant.tests})
@@ -255,15 +258,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit = TIMEOUTS[arguments.kind]
         healthy = pool.map(lambda test: without_mistake(test, kernels, limit), tests)
         found = pool.map(lambda mutant: judge(mutant, kernels, deadline), left)
-        known |= {outcome.name: outcome for outcome in found}
+        known |= {outcome.name: replace(outcome, digest=digest) for outcome in found}
         wrong = {test: text for test, text in zip(tests, healthy, strict=True) if text}
     for mutant in left:  # a test that fails without the mistake does not notice it
         if not wrong.keys().isdisjoint(mutant.tests):
             known[mutant.name] = replace(known[mutant.name], outcome="broken")
     if wrong:
         print("without a mistake\n" + "\n".join(wrong.values()))
-    outcomes = [known[m.name] for m in every if m.name in known]
     seconds = time.perf_counter() - start + (said.get("seconds", 0.0) if known else 0.0)
+    known = older | known
+    outcomes = [known[m.name] for m in every if m.name in known]
     result = report(outcomes, seconds, arguments.kind)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ import re
 import statistics
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -399,8 +400,10 @@ def float8_errors() -> str:
 def mistakes() -> str:
     """How many mistakes in the kernels the GPU tests noticed; the others, with reasons."""
     said = json.loads(MISTAKES.read_text(encoding="utf-8"))
+    tried = Counter(outcome["digest"][:9] for outcome in said["outcomes"]).most_common()
+    sources = ", ".join(f"{digest} ({number} mistakes)" for digest, number in tried)
     head = wrapped(
-        f"{said['device']}, {said['date']}, sources of digest {said['digest'][:9]}: "
+        f"{said['device']}, {said['date']}, sources of digest {sources}: "
         f"the tests noticed {said['killed']} of {said['mutants']} mistakes "
         f"([outcomes](../{MISTAKES.relative_to(ROOT).as_posix()}))."
     )

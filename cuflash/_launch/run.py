@@ -71,9 +71,10 @@ def forward(
     """Write ``out`` and, unless None, ``lse``; only the extent of keys may be 0.
 
     ``so_far`` and ``lse`` may hold a result over other keys, which is then merged: where
-    :func:`can_merge_partial`. ``so_far`` has the dtype of lse and may be ``out``. A ``config``
-    also decides which kernel runs. The portable kernel does not write rows of no packed sequence,
-    which are filled before. Returns the plan that was run; None if an option's array was copied.
+    :func:`can_merge_partial`. ``so_far`` has the dtype of lse and rows at multiples of 16 bytes,
+    and may be ``out``. A ``config`` also decides which kernel runs. The portable kernel does not
+    write rows of no packed sequence, which are filled before. Returns the plan that was run; None
+    if an option's array was copied.
     """
     if so_far is not None:
         problem = changed(problem, merges_partial=True)

@@ -2,9 +2,9 @@
 
 In step i a rank computes with keys and values of the rank i before it (Liu et al. 2023), which that
 rank sends directly, and merges float32 results. In the gradient keys and values are sent again.
-Each rank sends dk and dv of the keys that its queries see back to their rank, in float32. Under USP
-each rank of the ring is in a group of ranks that exchange heads, and its share has all rows of the
-group.
+Each rank sends dk and dv back to the rank of their keys, in float32, from the first to the last
+chunk of keys of which its queries see some. Under USP each rank of the ring is in a group of ranks
+that exchange heads, and its share has all rows of the group.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _blocks(share: Share, step: int, bounds: Bounds) -> tuple[Block, ...]:
 
 
 def _seen(share: Share, keys_of: int, queries_of: int, bounds: Bounds) -> slice:
-    """A rank's rows of keys from the first to the last that queries of another rank see."""
+    """A rank's rows of keys, from the first to the last chunk that queries of another rank see."""
     blocks = blocks_of(share.queries[queries_of], share.keys[keys_of], bounds)
     ends = [(b.keys.start, b.keys.stop) for b in blocks] or [(0, 0)]
     return slice(min(start for start, _ in ends), max(stop for _, stop in ends))

@@ -1,8 +1,9 @@
 """How many bytes does each method move, how much memory does it take, and which one is chosen?
 
-Bytes are counted over all ranks that send. With a mask the ring sends fewer gradients. The memory
-of a rank is the peak beside inputs and results. It does not grow with the number of ranks, except
-for a method that collects the keys of all ranks. docs/distributed.md has the formulas in words.
+Bytes are counted over all ranks that send. With a causal or window bound the ring sends
+fewer gradients. The memory of a rank is the peak beside inputs and results. It does not grow with
+the number of ranks, except for a method that collects the keys of all ranks. docs/distributed.md
+has the formulas in words.
 """
 
 from __future__ import annotations

@@ -101,7 +101,8 @@ struct FinishedRows {
   }
 
  private:
-  // Reads a part of the upper (half 0) or the lower row of the earlier result in float32. (D170)
+  // Reads a part of the upper (half 0) or the lower row of the earlier result in float32. Its rows
+  // begin at multiples of 16 bytes. (D170)
   CUFLASH_DEVICE void read_so_far(EarlierPart& earlier, const Work& work, const Score& score,
                                   int warp_row, int part, int half) const {
     const int q_idx = warp_row + fragment_row(0, 2 * half);

@@ -3,6 +3,7 @@
 // are in host_ptx.h.
 #pragma once
 
+#undef _FORTIFY_SOURCE  // with it _longjmp refuses to leave a stack, and fibers have their own
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -124,8 +125,8 @@ struct Warp {
   Slot slots[2][32];
 };
 
-// A fiber starts with setcontext(). From then on it takes turns by _longjmp(), which makes no system
-// call.
+// A fiber starts with setcontext(). From then on it takes turns by _longjmp(), which makes no
+// system call.
 struct Fiber {
   ucontext_t start;
   jmp_buf turn;
@@ -250,8 +251,7 @@ void run(unsigned blocks, int threads, unsigned cluster, const Kernel& kernel) {
 // Fibers never run at once: meeting is all that a barrier has to do, whatever memory it is for.
 inline void __syncwarp() { host::meet(host::warp().meeting, 32); }
 inline void __syncthreads() { host::meet(host::block(), host::num_threads); }  // of any memory
-// Everybody's vote is there after the meeting; votes of the next but one do not come before all
-// left.
+// Everybody's vote is there after the meeting; votes of the next but one come after all have left.
 inline int __syncthreads_or(int vote) {
   int* votes = host::votes[host::block().generation % 2];
   votes[host::current] = vote;
@@ -263,20 +263,20 @@ inline int __syncthreads_or(int vote) {
 }
 template <typename T>
 T __shfl_xor_sync(unsigned, T x, int mask, int = 32) {
-  return host::gather(x, [&](const host::Lanes<T>& values) { return values[(host::current % 32) ^ mask]; });
+  return host::gather(x, [&](const auto& values) { return values[(host::current % 32) ^ mask]; });
 }
 template <typename T>
 T __shfl_sync(unsigned, T x, int lane, int width = 32) {
   const int first = host::current % 32 & -width;  // lanes count modulo the width, negative ones too
-  return host::gather(x, [&](const host::Lanes<T>& values) { return values[first + (lane & (width - 1))]; });
+  return host::gather(x, [&](const auto& values) { return values[first + (lane & (width - 1))]; });
 }
 template <typename T>
 T __shfl_up_sync(unsigned, T x, int distance) {
   const int lane = host::current % 32;
-  return host::gather(x, [&](const host::Lanes<T>& values) { return values[max(lane - distance, 0)]; });
+  return host::gather(x, [&](const auto& values) { return values[max(lane - distance, 0)]; });
 }
 inline unsigned __ballot_sync(unsigned, bool vote) {
-  return host::gather(vote, [](const host::Lanes<bool>& votes) {
+  return host::gather(vote, [](const auto& votes) {
     unsigned bits = 0;
     for (int lane = 0; lane < 32; ++lane) bits |= static_cast<unsigned>(votes[lane]) << lane;
     return bits;

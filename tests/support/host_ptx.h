@@ -96,7 +96,7 @@ inline void cp_async_wait() {}
 // Lanes 8 i to 8 i + 7 hold the addresses of the rows of matrix i.
 template <bool transposed>
 inline void ldmatrix(uint32_t (&fragment)[4], uint32_t smem) {
-  host::gather(smem, [&](const host::Lanes<uint32_t>& rows) {
+  host::gather(smem, [&](const auto& rows) {
     const int lane = host::current % 32;
     for (int i = 0; i < 4; ++i) {
       uint16_t pair[2];
@@ -128,7 +128,7 @@ inline void mma_m16n8k16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, u
     uint32_t a[4], b[2];
   };
   const Operands own{{a[0], a[1], a[2], a[3]}, {b0, b1}};
-  host::gather(own, [&](const host::Lanes<Operands>& lanes) {
+  host::gather(own, [&](const auto& lanes) {
     const int lane = host::current % 32;
     for (int i = 0; i < 4; ++i) {
       const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
@@ -154,7 +154,7 @@ inline void mma_m16n8k8_tf32(float (&acc)[4], const uint32_t (&a)[4], uint32_t b
     return static_cast<double>(std::bit_cast<float>(bits & 0xffffe000));
   };
   const Operands own{{a[0], a[1], a[2], a[3]}, {b0, b1}};
-  host::gather(own, [&](const host::Lanes<Operands>& lanes) {
+  host::gather(own, [&](const auto& lanes) {
     const int lane = host::current % 32;
     for (int i = 0; i < 4; ++i) {
       const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
@@ -175,7 +175,7 @@ inline void mma_m8n8k4_float64(double& acc0, double& acc1, double a, double b) {
   struct Operands {
     double a, b;
   };
-  host::gather(Operands{a, b}, [&](const host::Lanes<Operands>& lanes) {
+  host::gather(Operands{a, b}, [&](const auto& lanes) {
     const int lane = host::current % 32;
     for (int k = 0; k < 4; ++k) {
       acc0 += lanes[lane / 4 * 4 + k].a * lanes[lane % 4 * 8 + k].b;
