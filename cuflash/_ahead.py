@@ -108,11 +108,11 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     architectures = [compilation.architecture(c, hardware.capability) for c in facts]
     names = map(name_of, facts, architectures)
     files = [place / f"{name}.cubin" for name in names]
-    for path in files:
-        if not (problem := cubin_cache.problem_of(path)):
-            continue
+    problems = {path: cubin_cache.problem_of(path) for path in files}
+    lost = next((path for path in files if problems[path]), None)
+    if lost is not None:
         raise problem_with(
-            "folder", OSError, got=f"{path.parent}, where {path.name} {problem}",
+            "folder", OSError, got=f"{lost.parent}, where {lost.name} {problems[lost]}",
             expected="a writable folder with free space",
             fix="pass another folder, or unset CUPY_CACHE_IN_MEMORY" if _cupy.in_memory() else "",
         )  # fmt: skip

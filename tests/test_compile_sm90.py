@@ -177,10 +177,11 @@ def test_a_softcap_or_slopes_alone(generation: int, pytestconfig: pytest.Config)
 def test_results_in_float32_and_such_as_join_others(generation: int) -> None:
     """Results in float32 and results that join others compile, every second one by each NVRTC."""
     found = []
-    dropout_and_softcap = {"dropout": 0.25, "softcap": 20.0}
     for head_dims in HEAD_SIZES:
-        several = {} if max(head_dims) > 128 else dropout_and_softcap
-        for options in ({}, CAUSAL, WINDOW, OPTIONS["dropout"] | several):
+        several: tuple[dict[str, Any], ...] = ({"dropout": 0.25},)
+        if max(head_dims) <= 128:
+            several = {"dropout": 0.25, "softcap": 20.0}, {"segment_ids": np.int32, "mask": True}
+        for options in ({}, CAUSAL, WINDOW, *several):
             case = {**PLAIN, **options, **SERVED, "head_dims": head_dims}
             config = config_of(case, LARGE)
             found += [config.replace(joins=True), config.replace(out_dtype="float32")]

@@ -87,7 +87,7 @@ ROWS = {
         "bfloat16, 256, full blocks, float32 out, window, mask, sink, negative scale",
         # Results in float32 beside other options that need registers.
         "192 128, full blocks, float32 out, causal, grouped, softcap, kv_lengths",
-        "bfloat16, 128, full blocks, float32 out, window, mask, softcap, dropout, q_lengths",
+        "bfloat16, 128, full blocks, float32 out, window, softcap, dropout, q_lengths",
         "many entries, packed, float32 out, causal, shared keys, segments, dropout, sink",
         # Tiles of 192 rows.
         "many entries, left window, offset of each entry, grouped, sink, sequence outside heads",

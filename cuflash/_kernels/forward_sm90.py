@@ -169,6 +169,9 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         looked_up = problem.mask is not None or problem.segment_ids_q is not None
         sliding = problem.window_left is not None
         partial = problem.merges_partial or problem.out.dtype != problem.dtype
+        capped_segments = problem.softcap is not None and problem.segment_ids_q is not None
+        hungry = capped_segments or problem.alibi_slopes is not None
+        few = 1 if hungry or wgmma.widest(problem) > 128 else 2
         pages = problem.pages
         return wgmma.why_not_halves(request) or wgmma.first_reason(
             (problem.formulas is not None, "a formula's registers are unknown"),
@@ -201,12 +204,8 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
                 "few queries over pages leave the kernel's tiles half empty",
             ),
             (
-                partial and pressure > 1 and wgmma.widest(problem) > 128,
-                "float32 results with two options that need registers spill in some cases",
-            ),
-            (
-                partial and pressure > 1 and problem.alibi_slopes is not None,
-                "float32 results with slopes and another option that needs registers spill",
+                partial and pressure > few,
+                "float32 results with several options that need registers spill in some cases",
             ),
             (
                 wide and packed and looked_up,

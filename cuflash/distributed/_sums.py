@@ -152,9 +152,11 @@ class Summed:
 
     def joined(self, other: Summed) -> Summed:
         """The sum of two finished sums, in the larger array if that has the rows of both."""
+        larger, *parts = sorted((self, other), key=lambda s: -s._array.shape[-2])
+        if not parts[0]._array.shape[-2]:
+            return larger
         starts, stops = zip(*((s._all.start, s._all.stop) for s in (self, other)), strict=True)
         rows = slice(min(starts), max(stops))
-        larger, *parts = sorted((self, other), key=lambda s: -s._array.shape[-2])
         if larger._all != rows:
             shape = (*self._array.shape[:-2], rows.stop - rows.start, self._array.shape[-1])
             parts.append(larger)

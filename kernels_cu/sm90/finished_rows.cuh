@@ -28,7 +28,8 @@ struct FinishedRows {
     const uint32_t non_finite = non_finite_rows(o_acc[0]);
     EarlierPart earlier[2];
     if constexpr (reads_ahead) {
-      unrolled<2>([&](int half) { read_so_far(earlier[half], work, score, warp_row, 0, half); });
+      unrolled<2>(
+          [&](int half) { read_so_far(earlier[half], work, score, warp_row, 0, half, lane); });
     }
     softmax.finish();
     bool hidden[2], far_or_overflowed[2];
@@ -69,13 +70,13 @@ struct FinishedRows {
       o_acc[0][t][i] = fmaf(o_acc[0][t][i], factor[i / 2], 0.0f);  // -1 * 0 alone is -0
     });
     if constexpr (reads_ahead) {
-      unrolled<2>([&](int half) { add_so_far(earlier[half], before[half], 0, half); });
+      unrolled<2>([&](int half) { add_so_far(earlier[half], before[half], 0, half, lane); });
     } else if constexpr (Config::joins) {
       unrolled<o_tiles / 2 / pairs, 2>([&](int part, int half) {
         // A branch, so that ptxas reads a part only after the part before it.
         if (warp_any(16 * pairs * part >= params.head_dim_v)) return;
-        read_so_far(earlier[half], work, score, warp_row, part, half);
-        add_so_far(earlier[half], before[half], part, half);
+        read_so_far(earlier[half], work, score, warp_row, part, half, lane);
+        add_so_far(earlier[half], before[half], part, half, lane);
       });
     }
     if constexpr (stages_out) {
@@ -104,21 +105,22 @@ struct FinishedRows {
   // Reads a part of the upper (half 0) or the lower row of the earlier result in float32. Its rows
   // begin at multiples of 16 bytes. (D170)
   CUFLASH_DEVICE void read_so_far(EarlierPart& earlier, const Work& work, const Score& score,
-                                  int warp_row, int part, int half) const {
-    const int q_idx = warp_row + fragment_row(0, 2 * half);
+                                  int warp_row, int part, int half, int lane) const {
+    const int q_idx = warp_row + fragment_row(0, 2 * half, lane);
     const float* row = params.so_far + work.entry * params.so_far_layout.batch +
                        (score.seqlen.first_q + q_idx) * params.so_far_layout.row;
     unrolled<pairs>([&](int pair) {
-      const int column = column_of_four(2 * (part * pairs + pair));
+      const int column = column_of_four(2 * (part * pairs + pair), lane);
       const bool exists = q_idx < score.seqlen.rows_q && column < params.head_dim_v;
       earlier[pair] = exists ? __ldcs(reinterpret_cast<const float4*>(row + column)) : float4{};
     });
   }
 
   // Adds `before` times that part.
-  CUFLASH_DEVICE void add_so_far(const EarlierPart& earlier, float before, int part, int half) {
+  CUFLASH_DEVICE void add_so_far(const EarlierPart& earlier, float before, int part, int half,
+                                 int lane) {
     unrolled<pairs>([&](int pair) {
-      const float4 x = exchange_halves(earlier[pair]);
+      const float4 x = exchange_halves(earlier[pair], lane);
       const int t = 2 * (part * pairs + pair);
       float (&first)[4] = o_acc[0][t], (&second)[4] = o_acc[0][t + 1];
       first[2 * half] = fmaf(before, x.x, first[2 * half]);

@@ -149,16 +149,18 @@ CUFLASH_DEVICE void store_floats(const ForwardSm90Params& params, const BatchInd
                                  const float (&o_acc)[1][o_tiles][4]) {
   float* out = static_cast<float*>(KeyPart::of_thread_block(params).out(params)) +
                entry * params.out_layout.batch + seqlen.first_q * params.out_layout.row;
+  const int lane = ptx::thread_index() % 32;  // read here: no register holds it before (D85)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int q_idx = first_row + fragment_row(0, 2 * half);
+    const int q_idx = first_row + fragment_row(0, 2 * half, lane);
     float* row = out + q_idx * params.out_layout.row;
 #pragma unroll
     for (int t = 0; t < o_tiles; t += 2) {
       const auto& o = o_acc[0];
-      const float4 four = exchange_halves(make_float4(o[t][2 * half], o[t][2 * half + 1],
-                                                      o[t + 1][2 * half], o[t + 1][2 * half + 1]));
-      const int column = column_of_four(t);
+      const float4 two_tiles = make_float4(o[t][2 * half], o[t][2 * half + 1], o[t + 1][2 * half],
+                                           o[t + 1][2 * half + 1]);
+      const float4 four = exchange_halves(two_tiles, lane);
+      const int column = column_of_four(t, lane);
       if (q_idx < seqlen.rows_q && column < params.head_dim_v) {
         __stcs(reinterpret_cast<float4*>(row + column), four);
       }

@@ -100,15 +100,15 @@ CUFLASH_DEVICE void transpose_quad(uint32_t (&x)[4]) {
 
 // Where a lane has four neighbouring columns of a row after exchange_halves(): the even lanes of a
 // quad of tile t, the odd lanes of tile t + 1.
-CUFLASH_DEVICE int column_of_four(int t) {
-  const int quad_lane = lane_index() % 4;
+CUFLASH_DEVICE int column_of_four(int t, int lane) {
+  const int quad_lane = lane % 4;
   return 8 * (t + quad_lane % 2) + 4 * (quad_lane / 2);
 }
 
 // A lane has two columns of a row in each of two tiles (x, y and z, w). Returns four neighbouring
 // columns of one of these tiles; or the other way round.
-CUFLASH_DEVICE float4 exchange_halves(float4 x) {
-  const bool odd = lane_index() % 2;
+CUFLASH_DEVICE float4 exchange_halves(float4 x, int lane) {
+  const bool odd = lane % 2;
   const float first = __shfl_xor_sync(0xffffffff, odd ? x.x : x.z, 1);
   const float second = __shfl_xor_sync(0xffffffff, odd ? x.y : x.w, 1);
   return odd ? make_float4(first, second, x.z, x.w) : make_float4(x.x, x.y, first, second);
