@@ -204,6 +204,10 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
                 "few queries over pages leave the kernel's tiles half empty",
             ),
             (
+                partial and problem.dropout > 0 and 128 < wgmma.widest(problem) <= 192,
+                "float32 results with dropout spill registers in this tile",
+            ),
+            (
                 partial and pressure > few,
                 "float32 results with several options that need registers spill in some cases",
             ),
