@@ -34,6 +34,13 @@ def _of_wire(share: Share, array: Array) -> Array:
     return rows_back(array) if share.collected else array
 
 
+def _room(share: Share, like: Array, rows: int, dtype: Any) -> Array:
+    """An empty array ``like`` one that is sent, with another number of rows."""
+    shape = list(like.shape)
+    shape[0 if share.collected else -2] = rows
+    return share.xp.empty(tuple(shape), dtype)
+
+
 def _exchange(
     share: Share, step: int, arrays: Iterable[Array], coming: Iterable[Array]
 ) -> Exchange:
@@ -47,11 +54,8 @@ def _bring(share: Share, own: list[Array], step: int) -> Schedule:
 
     Returns a ticket and the arrays that will be filled.
     """
-    coming = []
-    for array in own:
-        shape = list(array.shape)
-        shape[0 if share.collected else -2] = rows_of(share.keys[(share.rank - step) % share.size])
-        coming.append(share.xp.empty(tuple(shape), array.dtype))
+    rows = rows_of(share.keys[(share.rank - step) % share.size])
+    coming = [_room(share, array, rows, array.dtype) for array in own]
     return (yield _exchange(share, step, own, coming)), coming
 
 
@@ -108,18 +112,13 @@ def of_qkv(
 ) -> Schedule:
     """Return gradients of own rows and heads, canonical; dk and dv of collected keys in float32."""
     xp, dtype = share.xp, share.sums_dtype
-    own, names = [_wire(share, a) for a in (share.k, share.v)], [n for n in KV if n in wanted]
+    own = [_wire(share, a) for a in (share.k, share.v)]
     bounds = share.parts(share.heads).bounds
 
     def room(rows: slice) -> dict[str, Array]:
         """Empty arrays for dk and dv of ``rows`` of keys, as they are sent."""
-        found = {}
-        for name, array in zip(KV, own, strict=True):
-            shape = list(array.shape)
-            shape[0 if share.collected else -2] = rows.stop - rows.start
-            if name in names:
-                found[name] = xp.empty(tuple(shape), dtype)
-        return found
+        like = {n: array for n, array in zip(KV, own, strict=True) if n in wanted}
+        return {n: _room(share, a, rows.stop - rows.start, dtype) for n, a in like.items()}
 
     def sums_of(arrays: dict[str, Array], rows: slice, *, full: bool = False) -> dict[str, Summed]:
         return {n: Summed(_of_wire(share, a), rows.start, full=full) for n, a in arrays.items()}
@@ -180,7 +179,7 @@ def of_qkv(
         yield from computed(step, Stage(share.heads), kv, sums_of(parts, seen), of_others)
         if back:
             yield from taken()
-        if names:
+        if own_sums:
             came = room(seen_here)
             back += (
                 (yield _exchange(share, -step, parts.values(), came.values())),
