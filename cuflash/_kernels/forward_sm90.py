@@ -170,8 +170,8 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         sliding = problem.window_left is not None
         partial = problem.merges_partial or problem.out.dtype != problem.dtype
         capped_segments = problem.softcap is not None and problem.segment_ids_q is not None
-        hungry = capped_segments or problem.alibi_slopes is not None
-        few = 1 if hungry or wgmma.widest(problem) > 128 else 2
+        sloped = problem.alibi_slopes is not None
+        most = 1 if sloped or capped_segments or wgmma.widest(problem) > 128 else 2
         pages = problem.pages
         return wgmma.why_not_halves(request) or wgmma.first_reason(
             (problem.formulas is not None, "a formula's registers are unknown"),
@@ -208,7 +208,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
                 "float32 results with dropout spill registers in this tile",
             ),
             (
-                partial and pressure > few,
+                partial and pressure > most,
                 "float32 results with several options that need registers spill in some cases",
             ),
             (
