@@ -90,8 +90,6 @@ struct Defaults {
   static constexpr bool clusters = false;
   // Does the combining kernel start while this one runs, and wait for its end inside the kernel?
   static constexpr bool overlaps = false;
-  // Are keys and values read about once, so that the L2 cache may evict them first?
-  static constexpr bool reads_once = false;
   // Is the result joined with an earlier one over other keys (so_far and lse)?
   static constexpr bool joins = false;
   // Do keys and values lie in pages that a page table orders?

@@ -17,6 +17,9 @@ namespace cuflash {
 
 constexpr int row_warps = Config::num_warps / Config::rows;  // warps that share the parts of a row
 constexpr int lane_columns = (Config::head_dim_v + 31) / 32;
+// Parts that a warp loads at once: more would spill registers.
+constexpr int lane_bytes = lane_columns * sizeof(Real);
+constexpr int parts_at_once = lane_bytes <= 8 ? 8 : (lane_bytes <= 32 ? 4 : 2);
 
 struct SharedMemory {
   Real sums[row_warps][Config::head_dim_v];
@@ -34,24 +37,27 @@ CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
   const Real* out = params.out_parts + entry * params.out_parts_layout.batch +
                     static_cast<int64_t>(row) * parts * width;
   if constexpr (Config::overlaps) ptx::wait_for_previous_kernel();
+  // Lane i weighs the i-th part of its warp. All loads of a step are in flight together.
+  const auto lse_of = [&](int part) { return part < parts ? lse[part] : -infinity(); };
+  Real own_lse = lse_of(warp + row_warps * lane);
   const PartSums sums(lse, parts);
   Real acc[lane_columns] = {};
 #pragma unroll 1
-  for (int first = 0; first < parts; first += 32) {  // each lane weighs one of 32 parts
-    const Real own_lse = first + lane < parts ? lse[first + lane] : -infinity();
-    const Real own_share = sums.share(own_lse);
+  for (int first = warp; first < parts; first += 32 * row_warps) {
+    const Real own_share = own_lse == -infinity() ? 0 : sums.share(own_lse);
     const uint32_t seen = __ballot_sync(0xffffffff, own_lse != -infinity());
-    const int count = min(parts - first, 32);
-#pragma unroll 4
-    for (int i = warp; i < count; i += row_warps) {
-      const Real share = __shfl_sync(0xffffffff, own_share, i);
-      const Real* from = out + static_cast<int64_t>(first + i) * width;
-#pragma unroll
-      for (int c = 0; c < lane_columns; ++c) {
-        const int column = lane + 32 * c;
-        const bool read = (seen >> i & 1) && column < width;
-        acc[c] += read ? share * from[column] : 0;
-      }
+    own_lse = lse_of(first + row_warps * (32 + lane));
+    const int count = min((parts - first + row_warps - 1) / row_warps, 32);
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += parts_at_once) {
+      Real o[parts_at_once][lane_columns];
+      unrolled<parts_at_once, lane_columns>([&](int i, int c) {
+        const int column = lane + 32 * c, part = begin + i;
+        const bool read = (seen >> part & 1) && column < width;
+        o[i][c] = read ? out[(first + row_warps * part) * width + column] : 0;
+      });
+      unrolled<parts_at_once, lane_columns>(
+          [&](int i, int c) { acc[c] += __shfl_sync(0xffffffff, own_share, begin + i) * o[i][c]; });
     }
   }
   const RowTarget to(params.out, params.out_layout, entry, 0, width, Config::head_dim_v);

@@ -203,10 +203,10 @@ def test_packed_sequences_of_few_queries(d: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("entries", "keys"), [(40, 8200), (80, 2100)])
+@pytest.mark.parametrize(("entries", "keys"), [(20, 8200), (28, 2100), (40, 2100), (80, 2100)])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_many_tiles_of_few_rows(entries: int, keys: int, d: int) -> None:
-    """160 tiles (keys split) and 320 (not split) are right, and their bits ignore the workspace."""
+    """80 tiles (split), 112 (pairs), 160 and 320 are right, and their bits ignore the workspace."""
     import cupy
 
     from support.portable import planned_kernels
@@ -222,7 +222,8 @@ def test_many_tiles_of_few_rows(entries: int, keys: int, d: int) -> None:
         found.add(out.tobytes() + lse.tobytes())
         if hardware.present().arch == "sm_90" and configs:
             assert configs[0].kernel == "forward_sm80"
-            assert (configs[0].block_m, configs[0].split_keys) == (32, entries == 40)
+            assert (configs[0].block_m, configs[0].split_keys) == (32, entries < 40)
+            assert configs[0].clusters == (entries == 28 and d < 256)
     assert len(found) == 1
     for i in (0, entries - 1):
         own = slice(i, i + 1)
@@ -257,10 +258,11 @@ def test_nothing_spills(kernel: str, name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["plain", *options_of(1, 1)])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_nothing_spills_where_tiles_are_many(d: int, name: str) -> None:
-    q, k = (np.empty((200, 2, 2, n, d), np.float16) for n in (3, 2048))
+@pytest.mark.parametrize("entries", [26, 35, 200])
+def test_nothing_spills_where_tiles_are_many(entries: int, d: int, name: str) -> None:
+    q, k = (np.empty((entries, 2, 2, n, d), np.float16) for n in (3, 2048))
     options = cuflash.Options(**{"plain": {}, **options_of(3, 2048)}[name])
     config = chosen.forward_of(describe(q, k, k, options), hardware.typical("sm_90"))
-    assert (config.kernel, config.block_m, config.split_keys) == ("forward_sm80", 32, False)
+    assert (config.kernel, config.block_m, config.split_keys) == ("forward_sm80", 32, entries == 26)
     report = compile_static(config, "sm_90")
     assert (report.spill_bytes, report.warnings) == (0, ())

@@ -402,8 +402,8 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
 
     lengths = np.array([[3], [100_000]])
     assert parts((1, 8), 1, 2047) == 0
-    assert parts((1, 8), 1, 2048) == 11  # two blocks of 96 keys each: 16 parts may be short
-    assert parts((1, 8), 1, 8192) == 29  # three blocks, as a part has at least 256 keys
+    assert parts((1, 8), 1, 2048) == 16  # a block of 128 keys each: 16 parts may be short
+    assert parts((1, 8), 1, 8192) == 32  # two blocks, as a part has at least 256 keys
     assert parts((1, 8), 1, 511, capability=90) == 0
     assert parts((1, 8), 1, 512, capability=90) == 8  # a cluster, one block of 64 keys each
     assert parts((1, 8), 64, 512, capability=90) == 8
@@ -411,7 +411,7 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
     assert parts((2, 8), 1, 512, capability=90) == 8
     assert parts((3, 8), 1, 512, capability=90) == 0  # enough tiles
     assert parts((1, 8), 77, 4096, capability=90) == 8
-    assert parts((1, 8), 1, 2049, capability=90) == 11  # by two kernels
+    assert parts((1, 8), 1, 2049, capability=90) == 9  # by two kernels
     assert parts((1, 8), 1, 2047, capability=90, d=256) == 0  # columns are split
     assert parts((1, 8), 1, 496, page_size=16) == 0
     assert parts((1, 8), 1, 512, page_size=16) == 8  # one block of 64 keys
@@ -419,20 +419,23 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
     assert parts((1, 8), 65, 2032, page_size=16) == 0
     assert parts((1, 8), 65, 2047) == 0
     assert parts((1, 8), 65, 2048) == 8  # of 256 keys
-    assert parts((1, 8), 1, 65536) == 63  # 8 tiles, four on each of 132 SMs
-    assert parts((1, 8), 1, 65536, sms=66) == 33
+    assert parts((1, 8), 1, 65536) == 32  # 8 tiles, two on each of 132 SMs
+    assert parts((1, 8), 1, 65536, sms=66) == 16
     assert parts((1, 8), 1, 65536, sms=0) == 0
     assert parts((1, 8), 1, 65536, d=256) == 16  # columns are split, too
-    assert parts((1, 1), 1, 262_144, sms=1000) == 249  # at most 256 parts, none without keys
-    assert parts((16, 8), 1, 8191) == 0  # enough tiles
-    assert parts((16, 8), 1, 8192) == 4  # four tiles of few rows share an SM
+    assert parts((1, 1), 1, 262_144, sms=1000) == 256
+    assert parts((1, 1), 1, 262_145, sms=1000) == 228  # at most 256 parts, none without keys
+    assert parts((16, 8), 1, 4095) == 0  # enough tiles
+    assert parts((16, 8), 1, 4096) == 2  # two tiles of few rows share an SM
+    assert parts((12, 8), 1, 2048) == 2
+    assert parts((17, 8), 1, 2048) == 1
     assert parts((16, 8), 33, 8192) == 0
     assert parts((64, 8), 1, 2047) == 0
     assert parts((64, 8), 1, 4096) == 1
-    assert parts((2, 64), 1, 100_000) == 4
+    assert parts((2, 64), 1, 100_000) == 2
     assert parts((2, 64), 1, 100_000, d=256) == 0
     assert parts((2, 64), 1, 100_000, kv_lengths=lengths) == 25  # at most 4096 keys each
-    assert parts((2, 64), 1, 4096, kv_lengths=lengths // 100) == 0
+    assert parts((2, 64), 1, 4096, kv_lengths=lengths // 100) == 2
     assert parts((2, 64), 64, 100_000, kv_lengths=lengths) == 25
     assert parts((2, 64), 65, 100_000, kv_lengths=lengths) == 0
     assert parts((1, 8), 512, 50_000) == 8

@@ -36,6 +36,7 @@ TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
 
 #: Largest padded head size with registers for a bias beside float32 gradients. (D161)
 WIDEST_HELD = 16
+ROWS_OF_ONE_WARP = 16  # rows of a tensor core's product
 ROWS_OF_TWO_WARPS = 32  # rows of a tile of two warps; with PackGQA heads of a group are rows, too
 _SHORT, _SHORT_COLUMNS = 64, 64  # most queries or keys, and most columns, of a small tile (D15)
 ROWS_OF_FOUR_WARPS = 64  # rows of a tile of four warps
@@ -164,7 +165,7 @@ def candidates(
         streamed = 32 if problem.dtype.itemsize <= 4 else 16
         sides = {"block_m": streamed, "block_n": streamed} | {kernel.owned: 64}
         return [own | sides | {"num_warps": 4, "blocks_per_sm": 1}]
-    in_pages = problem.pages is not None
+    in_pages, entries = problem.pages is not None, math.prod(problem.batch)
     holding = {
         "half" if problem.dtype in HALVES else problem.dtype.name: True,
         "tf32": own["precision"] == "tf32",
@@ -177,7 +178,9 @@ def candidates(
         "short": request.capability == 90 and is_short(problem),
         "32 rows": problem.seqlen_q <= ROWS_OF_TWO_WARPS,
         "held bias": own.get("holds_bias", False),
+        "few tiles in order": entries <= 2 * request.num_sms and not in_pages,
         "clusters": own.get("clusters", False),
+        "pairs": own.get("clusters", False) and 2 * entries > request.num_sms,
         "six warps": problem.seqlen_q > ROWS_OF_FOUR_WARPS,
     }
     tiles = tile_of(rows, holding, max(own["head_dim"], own["head_dim_v"]))
@@ -260,7 +263,6 @@ class Forward(NamedTuple):
     num_stages: int = 2  # buffers of k and of v in shared memory
     split_keys: bool = False  # do several thread blocks share the keys of a tile (split-KV)?
     overlaps: bool = False  # does forward_combine.cu start before this kernel ends?
-    reads_once: bool = False  # are keys read about once, so that L2 may evict them first?
     clusters: bool = False  # do these thread blocks, as a cluster, combine their own results?
     paged: bool = False  # are keys and values in pages, which a page table orders?
 

@@ -21,7 +21,7 @@ from cuflash._problem.problem import HALVES, Problem
 
 FEW_ROWS = portable.ROWS_OF_FOUR_WARPS  # most rows of an entry, PackGQA included, that are few
 WIDTHS_OF_FEW_ROWS = (64, 128, 256)  # padded head sizes with tiles of up to 32 rows
-TILES_OF_FEW_ROWS = 4  # tiles of up to 32 rows that share an SM
+WIDTHS_OF_PAIRS = WIDTHS_OF_FEW_ROWS[:2]  # of those, the sizes with tiles for pairs
 MOST_CLUSTER_PARTS = 8  # thread blocks of a cluster that every device with clusters can run at once
 
 
@@ -30,7 +30,7 @@ class Bounds(NamedTuple):
 
     min_keys: int  # fewest keys that are worth a second kernel
     min_keys_in_pages: int  # the same for pages and few rows
-    min_keys_beside_tiles: int  # the same for few rows, where over half of the SMs have a tile
+    min_keys_beside_tiles: int  # the same for 16 rows, where over 2/3 of the SMs have a tile
     min_keys_per_query: int  # fewest keys for each query that are worth it
     min_part_keys: int  # fewest keys of a part
     max_short_parts: int  # tiles of few rows may have up to this number of shorter parts
@@ -41,7 +41,7 @@ class Bounds(NamedTuple):
 
 
 #: From ``min_keys`` on, keys in order have the same parts as keys in pages: the same bits. (D196)
-BOUNDS = Bounds(2048, 512, 8192, 8, 256, 16, 64, 4096, 256, 32)
+BOUNDS = Bounds(2048, 512, 4096, 8, 256, 16, 64, 4096, 256, 32)
 
 
 class InClusters(NamedTuple):
@@ -76,12 +76,12 @@ def wanted(request: Request) -> bool:
 def has_tiles_of_few_rows(request: Request) -> bool:
     """Whether few rows see many keys: small tiles read keys faster than Hopper's kernel. (D181)
 
-    Where tiles do not fill the device, keys are split, and must be worth a second kernel.
+    Hopper's kernel reads faster only where most SMs have one tile and keys are not so many.
     """
     problem, bounds = request.problem, BOUNDS
     widest = portable.padded(max(problem.head_dim, problem.head_dim_v))
-    fills = 2 * math.prod(problem.batch) > TILES_OF_FEW_ROWS * request.num_sms
-    fewest = bounds.min_keys if fills else bounds.min_keys_beside_tiles
+    beside = bounds.min_keys_beside_tiles * -(-problem.seqlen_q // portable.ROWS_OF_ONE_WARP)
+    fewest = beside if _are_pairs(request) else bounds.min_keys
     return bool(
         request.num_sms
         and not request.simt
@@ -94,16 +94,29 @@ def has_tiles_of_few_rows(request: Request) -> bool:
     )
 
 
+def in_pairs(request: Request) -> bool:
+    """Whether pairs of thread blocks share the tiles of few rows, two on each SM. (D181)"""
+    problem = request.problem
+    return bool(
+        _has_clusters(request)
+        and has_tiles_of_few_rows(request)
+        and portable.padded(max(problem.head_dim, problem.head_dim_v)) in WIDTHS_OF_PAIRS
+        and _are_pairs(request)
+        and problem.pages is None
+        and not (_is_ragged(problem) and problem.seqlen_k > 2 * BOUNDS.max_ragged_part_keys)
+    )
+
+
 def in_clusters(request: Request) -> bool:
     """Whether the thread blocks of a tile form a cluster, which combines the tile's parts.
 
-    They do where all tiles run at once, with one thread block on each SM.
+    They do where all tiles run at once, with one thread block on each SM, and in pairs.
     """
     problem, bounds = request.problem, IN_CLUSTERS[not few(request.problem)]
-    if request.capability < 90 or not request.tensor_maps or request.simt or not request.clusters:
+    if not _has_clusters(request):
         return False
-    if problem.dtype == E4M3:  # these operands are dequantised first
-        return False
+    if in_pairs(request):
+        return True
     columns = portable.padded(problem.head_dim_v)
     if bounds.rows > FEW_ROWS and (
         problem.dtype not in HALVES
@@ -125,6 +138,18 @@ def in_clusters(request: Request) -> bool:
     )
 
 
+def _are_pairs(request: Request) -> bool:
+    """Whether two thread blocks on each SM make two parts of each tile of few rows."""
+    return 2 * request.num_sms // max(math.prod(request.problem.batch), 1) == 2
+
+
+def _has_clusters(request: Request) -> bool:
+    """Whether the portable kernel may run in clusters."""
+    device = request.capability >= 90 and request.tensor_maps and request.clusters
+    of_8_bits = request.problem.dtype == E4M3  # these operands are dequantised first
+    return bool(device and not request.simt and not of_8_bits)
+
+
 def suits(kernel: type[KernelConfig], request: Request) -> bool:
     """Whether a kernel is the right one for split keys. (D180)
 
@@ -144,10 +169,8 @@ def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
     """Fields of a kernel that splits keys. Outside clusters parts of out have the dtype of lse."""
     if kernel.of_few_rows and in_clusters(request):
         return {"split_keys": True, "clusters": True}
-    exact = {"split_keys": True, "out_dtype": request.problem.lse_dtype.name}
-    if kernel.of_few_rows:
-        exact["reads_once"] = _reads_once(request)
-    return exact | {"overlaps": request.capability >= 90}
+    own = {"split_keys": True, "out_dtype": request.problem.lse_dtype.name}
+    return own | {"overlaps": request.capability >= 90}
 
 
 def part_keys(problem: Problem, config: Any, parts: int) -> int:
@@ -174,18 +197,6 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
         most = min(most, MOST_CLUSTER_PARTS)
     parts = max(1, min(parts, most, bounds.max_parts))
     return int(-(-blocks // -(-blocks // parts)))
-
-
-def _reads_once(request: Request) -> bool:
-    """Whether keys are read about once, so that L2 may evict them first, as measured. (D181)"""
-    problem = request.problem
-    return bool(
-        request.capability >= 90
-        and not request.simt
-        and problem.dtype in HALVES
-        and problem.cu_seqlens_q is None
-        and few(problem)
-    )
 
 
 def _is_ragged(problem: Problem) -> bool:

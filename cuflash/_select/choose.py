@@ -127,7 +127,7 @@ def _forward(call: _Call, override: KernelConfig | None) -> list[LaunchStep]:
     problem = call.request.problem
     parts = split_keys.parts_of(problem, config, call.request.num_sms)
     if parts == 1 and config.of_few_rows:
-        of_parts = dict.fromkeys(("split_keys", "clusters", "overlaps", "reads_once"), False)
+        of_parts = dict.fromkeys(("split_keys", "clusters", "overlaps"), False)
         return [LaunchStep(config.replace(**of_parts, out_dtype=problem.out.dtype.name))]
     if not config.leaves_parts:
         return [LaunchStep(config, splits=parts)]

@@ -12,14 +12,12 @@ struct PartSums {
 
   // Called by a warp, whose lanes share the parts.
   CUFLASH_DEVICE PartSums(const Real* lse, int parts) {
-#pragma unroll 4
-    for (int i = lane_index(); i < parts; i += 32) largest = fmax(largest, lse[i]);
+    for_own_parts(lse, parts, [&](Real own) { largest = fmax(largest, own); });
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
       largest = fmax(largest, __shfl_xor_sync(0xffffffff, largest, distance));
     }
-#pragma unroll 4
-    for (int i = lane_index(); i < parts; i += 32) total += weight(lse[i]);
+    for_own_parts(lse, parts, [&](Real own) { total += weight(own); });
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
       total += __shfl_xor_sync(0xffffffff, total, distance);
@@ -52,6 +50,21 @@ struct PartSums {
   CUFLASH_DEVICE Real share(Real lse) const { return weight(lse) / total; }
 
   CUFLASH_DEVICE Real lse() const { return total == 0 ? -infinity() : largest + log(total); }
+
+ private:
+  // Calls use(lse_i) for every 32nd part from the lane's on. Four loads are in flight together.
+  template <typename Use>
+  CUFLASH_DEVICE static void for_own_parts(const Real* lse, int parts, Use use) {
+#pragma unroll 1
+    for (int first = lane_index(); first < parts; first += 4 * 32) {
+      Real own[4];
+      unrolled<4>([&](int i) {
+        const int part = first + 32 * i;
+        own[i] = part < parts ? lse[part] : -infinity();
+      });
+      unrolled<4>([&](int i) { use(own[i]); });
+    }
+  }
 };
 
 }  // namespace cuflash

@@ -6,14 +6,6 @@
 
 namespace cuflash::ptx {
 
-// The policy by which the L2 cache evicts these bytes before others (sm_80 and later).
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-createpolicy
-CUFLASH_DEVICE uint64_t evict_first() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 // Copies `bytes` bytes if `valid`. Otherwise it writes zeros and does not read the source.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
 template <int bytes>
@@ -26,11 +18,6 @@ CUFLASH_DEVICE void cp_async(uint32_t smem, const void* source, bool valid) {
     };
     *static_cast<Copied*>(__cvta_shared_to_generic(smem)) =
         valid ? *static_cast<const Copied*>(source) : Copied{};
-  } else if constexpr (bytes == 16 && Config::reads_once) {
-    asm volatile(
-        "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(smem),
-        "l"(source), "r"(source_bytes), "l"(evict_first())
-        : "memory");
   } else if constexpr (bytes == 16) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem), "l"(source),
                  "r"(source_bytes)
