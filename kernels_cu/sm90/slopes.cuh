@@ -17,15 +17,16 @@ constexpr bool numbers_keys = Score::has_slopes && Config::head_dim <= 128;
 
 // The operands of this step. `numbers` holds the numbers of a block's keys in three of the 16 rows
 // that are summed, and 0 in the others. `columns` holds the columns of q for each warpgroup: they
-// are equal in all its 64 rows, so that eight rows are enough.
+// are equal in all its 64 rows, so that eight rows are enough. They come first because memcheck
+// takes wgmma to read 2 KiB from their first row on, wherever its 64 rows are.
 template <bool enabled>
 struct SlopeTiles {
   using Numbers = PanelTile<16, Config::block_n>;
   using Columns = PanelTile<8, 64>;
   static_assert(Config::block_n <= 256, "bfloat16 represents integers up to 256");
 
-  Numbers numbers;
   Columns columns[Config::block_m / 64];
+  Numbers numbers;
 
   // Called by one warp, before wgmma reads the numbers.
   CUFLASH_DEVICE void write_numbers() {
