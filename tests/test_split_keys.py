@@ -427,7 +427,8 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
     assert parts((1, 1), 1, 262_145, sms=1000) == 228  # at most 256 parts, none without keys
     assert parts((16, 8), 1, 4095) == 0  # enough tiles
     assert parts((16, 8), 1, 4096) == 2  # two tiles of few rows share an SM
-    assert parts((12, 8), 1, 2048) == 2
+    assert parts((11, 8), 1, 2048) == 3
+    assert parts((12, 8), 17, 4096) == 0
     assert parts((17, 8), 1, 2048) == 1
     assert parts((16, 8), 33, 8192) == 0
     assert parts((64, 8), 1, 2047) == 0

@@ -40,7 +40,7 @@ class Bounds(NamedTuple):
     max_packed_parts: int  # most parts of a packed sequence
 
 
-#: From ``min_keys`` on, keys in order have the same parts as keys in pages: the same bits. (D196)
+#: From ``min_keys`` on keys in order are split like keys in pages, if the tile is the same. (D196)
 BOUNDS = Bounds(2048, 512, 4096, 8, 256, 16, 64, 4096, 256, 32)
 
 
