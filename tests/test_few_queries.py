@@ -203,7 +203,7 @@ def test_packed_sequences_of_few_queries(d: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("entries", "keys"), [(20, 8200), (28, 2100), (40, 2100), (80, 2100)])
+@pytest.mark.parametrize(("entries", "keys"), [(20, 8200), (28, 4100), (40, 2100), (80, 2100)])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_many_tiles_of_few_rows(entries: int, keys: int, d: int) -> None:
     """80 tiles (split), 112 (pairs), 160 and 320 are right, and their bits ignore the workspace."""
