@@ -17,7 +17,7 @@ namespace cuflash {
 
 constexpr int row_warps = Config::num_warps / Config::rows;  // warps that share the parts of a row
 constexpr int lane_columns = (Config::head_dim_v + 31) / 32;
-// Parts that a warp loads at once: more would spill registers.
+// Parts that a warp loads at once. If a lane has more than 16 bytes of a row, twice as many spill.
 constexpr int lane_bytes = lane_columns * sizeof(Real);
 constexpr int parts_at_once = lane_bytes <= 8 ? 8 : (lane_bytes <= 32 ? 4 : 2);
 

@@ -260,9 +260,10 @@ def test_nothing_spills(kernel: str, name: str) -> None:
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("entries", [26, 35, 200])
 def test_nothing_spills_where_tiles_are_many(entries: int, d: int, name: str) -> None:
-    q, k = (np.empty((entries, 2, 2, n, d), np.float16) for n in (3, 2048))
-    options = cuflash.Options(**{"plain": {}, **options_of(3, 2048)}[name])
+    q, k = (np.empty((entries, 2, 2, n, d), np.float16) for n in (3, 4096))
+    options = cuflash.Options(**{"plain": {}, **options_of(3, 4096)}[name])
     config = chosen.forward_of(describe(q, k, k, options), hardware.typical("sm_90"))
     assert (config.kernel, config.block_m, config.split_keys) == ("forward_sm80", 32, entries == 26)
+    assert config.clusters == (entries == 26 and d < 256)
     report = compile_static(config, "sm_90")
     assert (report.spill_bytes, report.warnings) == (0, ())

@@ -14,7 +14,7 @@ from test_few_queries import options_of
 
 import cuflash
 from cuflash import reference
-from cuflash._kernels import forward_combine, split_keys
+from cuflash._kernels import forward_combine, portable, split_keys
 from cuflash._kernels.forward_sm80 import ForwardConfig
 from cuflash._kernels.forward_sm90 import ForwardSm90Config
 from cuflash._kernels.request import Request
@@ -147,6 +147,31 @@ def test_a_cluster_has_the_bits_of_two_kernels(
         Budget(call).check_forward(*found[0])
 
 
+@pytest.mark.parametrize("kind", ["causal", *map(full, ("a sink alone", "the rest"))])
+def test_pairs_have_the_bits_of_two_kernels(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Two thread blocks for each tile, one tile for each SM, have the bits of two kernels."""
+    few = split_keys.BOUNDS._replace(min_keys=256, min_keys_beside_tiles=256)
+    monkeypatch.setattr(split_keys, "BOUNDS", few)
+    given = options_of(5, 600)[kind]
+    shapes = (2, 2, 5, 20), (2, 2, 600, 20), (2, 2, 600, 40)
+    call = make_call("normal", 1, np.dtype(np.float16), *shapes, options=given, wrt=())
+    found, launched = [], []
+    for clusters in (True, False):
+        with (
+            monkeypatch.context() as patch,
+            host_device(tmp_path, 90, multiprocessors=4, tensor_maps=True) as device,
+        ):
+            if not clusters:
+                patch.setattr(split_keys, "in_clusters", lambda _: False)
+            found.append(forward(call, cuflash.Options(**given)))
+            launched.append(device.launched[-1])
+    assert launched == ["cuflash_forward_sm80", "cuflash_forward_combine"]
+    assert len({out.tobytes() + lse.tobytes() for out, lse in found}) == 1
+    Budget(call).check_forward(*found[0])
+
+
 @pytest.mark.parametrize("rows", [40, full(64)])
 def test_rows_are_dealt_out_to_the_blocks_of_a_cluster(
     clusters: HostDevice, splits: Any, rows: int
@@ -168,12 +193,18 @@ def test_a_cluster_has_all_columns_and_fits(arch: str) -> None:
     """Where shared memory is too small for that, the keys are not split among a cluster."""
     device = hardware.typical(arch)
     found = set()
-    for dtype, d, d_v in itertools.product((np.float16, np.float32), (64, 128, 256), (64, 128)):
-        q, k, v = (np.zeros((1, 2, n, w), dtype) for n, w in ((1, d), (512, d), (512, d_v)))
+    pairs = device.multiprocessors, 4096
+    for (entries, keys), dtype, d, d_v in itertools.product(
+        ((2, 512), pairs), (np.float16, np.float32), (64, 128, 256), (64, 128)
+    ):
+        shapes = ((1, d), (keys, d), (keys, d_v))
+        q, k, v = (np.broadcast_to(dtype(0), (entries, *shape)) for shape in shapes)
         for step in choose(describe(q, k, v, cuflash.Options()), device):
             if getattr(step.config, "clusters", False):
                 assert step.config.split_columns == 1
                 assert step.config.smem_bytes <= device.limits.block_smem
+                if keys == 4096:  # two thread blocks run on an SM
+                    assert portable.fits(step.config, device.limits.block_smem)
             found.add(getattr(step.config, "clusters", False))
     assert True in found
 
@@ -425,10 +456,13 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
     assert parts((1, 8), 1, 65536, d=256) == 16  # columns are split, too
     assert parts((1, 1), 1, 262_144, sms=1000) == 256
     assert parts((1, 1), 1, 262_145, sms=1000) == 228  # at most 256 parts, none without keys
-    assert parts((16, 8), 1, 4095) == 0  # enough tiles
-    assert parts((16, 8), 1, 4096) == 2  # two tiles of few rows share an SM
+    assert parts((16, 8), 1, 4095, capability=90) == 0  # enough tiles for Hopper's kernel
+    assert parts((16, 8), 1, 4096, capability=90) == 2  # two thread blocks share an SM
+    assert parts((16, 8), 1, 2048) == 2
+    assert parts((20, 8), 1, 8192) == 3  # four share an SM: one for each tile would be too few
+    assert parts((20, 8), 1, 4096) == 1
     assert parts((11, 8), 1, 2048) == 3
-    assert parts((12, 8), 17, 4096) == 0
+    assert parts((12, 8), 17, 4096, capability=90) == 0
     assert parts((17, 8), 1, 2048) == 1
     assert parts((16, 8), 33, 8192) == 0
     assert parts((64, 8), 1, 2047) == 0

@@ -35,14 +35,13 @@ ROWS = (
     Row("half, short, 32 rows", 64, ((32, 64, 2, 5, 2),), "D15"),
     Row("half, clusters", 64, ((64, 64, 4, 2, 2),), "D196"),
     Row("half, clusters, six warps", 64, ((96, 128, 6, 2, 2), (96, 64, 6, 2, 2)), "D196"),
-    Row("half, few rows", 64, ((32, 96, 2, 4, 2), (32, 96, 2, 2, 2)), "D181"),
+    Row("half, few rows", 64, ((32, 96, 2, 4, 2), (32, 64, 2, 2, 2)), "D181"),
     Row("half, few rows, few tiles in order", 64, ((32, 128, 2, 2, 2), (32, 64, 2, 2, 2)), "D181"),
     Row("half, few rows, pages", 64, ((32, 64, 2, 4, 2), (32, 64, 2, 2, 2)), "D156"),
     Row("half, few rows, clusters", 64, ((32, 64, 2, 4, 2), (32, 64, 2, 2, 2)), "D196"),
-    Row("half, few rows, pairs", 64, ((32, 128, 2, 2, 2), (32, 64, 2, 2, 2)), "D181"),
     Row("half, few rows", 128, ((32, 32, 2, 4, 2), (32, 32, 2, 2, 2)), "D181"),
     Row("half, few rows, few tiles in order", 128, ((32, 64, 2, 2, 2), (32, 32, 2, 2, 2)), "D181"),
-    Row("half, few rows, clusters", 128, ((32, 64, 2, 2, 2), (32, 32, 2, 2, 2)), "D181, D196"),
+    Row("half, few rows, clusters", 128, ((32, 64, 2, 2, 2), (32, 32, 2, 2, 2)), "D196"),
     Row("half, few rows", 256, ((32, 16, 2, 4, 2), (32, 16, 2, 2, 2)), "D181"),
     Row("half, few rows, few tiles in order", 256, ((32, 32, 2, 2, 2), (32, 16, 2, 2, 2)), "D181"),
     Row("float32", 16, ((128, 32, 4, 2, 1),), "D161"),
@@ -130,7 +129,10 @@ class ForwardConfig(KernelConfig):
         columns = held.out_general if general else held.out
         own["split_columns"] = portable.split(own["head_dim_v"], columns)
         values = portable.candidates(cls, ROWS, request, own, general=general)
-        if cls.draft(values[-1]).smem_bytes > request.smem_limit:
+        smallest = cls.draft(values[-1])
+        if split_keys.in_pairs(request) and not portable.fits(smallest, request.smem_limit):
+            return cls.chosen(request._replace(clusters=False))
+        if smallest.smem_bytes > request.smem_limit:
             if own.get("clusters"):  # a thread block of a cluster has all columns of its rows
                 return cls.chosen(request._replace(clusters=False))
             narrower = portable.split(own["head_dim_v"], columns // 2)

@@ -38,6 +38,8 @@ TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
 WIDEST_HELD = 16
 ROWS_OF_ONE_WARP = 16  # rows of a tensor core's product
 ROWS_OF_TWO_WARPS = 32  # rows of a tile of two warps; with PackGQA heads of a group are rows, too
+MOST = 0.7  # share of the places for thread blocks that keeps enough bytes in flight (D181)
+_MANY_KEYS = 8192  # keys from which fewer thread blocks matter
 _SHORT, _SHORT_COLUMNS = 64, 64  # most queries or keys, and most columns, of a small tile (D15)
 ROWS_OF_FOUR_WARPS = 64  # rows of a tile of four warps
 
@@ -165,7 +167,7 @@ def candidates(
         streamed = 32 if problem.dtype.itemsize <= 4 else 16
         sides = {"block_m": streamed, "block_n": streamed} | {kernel.owned: 64}
         return [own | sides | {"num_warps": 4, "blocks_per_sm": 1}]
-    in_pages, entries = problem.pages is not None, math.prod(problem.batch)
+    in_pages = problem.pages is not None
     holding = {
         "half" if problem.dtype in HALVES else problem.dtype.name: True,
         "tf32": own["precision"] == "tf32",
@@ -178,14 +180,24 @@ def candidates(
         "short": request.capability == 90 and is_short(problem),
         "32 rows": problem.seqlen_q <= ROWS_OF_TWO_WARPS,
         "held bias": own.get("holds_bias", False),
-        "few tiles in order": entries <= 2 * request.num_sms and not in_pages,
-        "clusters": own.get("clusters", False),
-        "pairs": own.get("clusters", False) and 2 * entries > request.num_sms,
+        "few tiles in order": not in_pages and _two_read_faster(problem, request.num_sms),
+        "clusters": own.get("clusters", False)
+        and 2 * math.prod(problem.batch) <= request.num_sms,
         "six warps": problem.seqlen_q > ROWS_OF_FOUR_WARPS,
     }
     tiles = tile_of(rows, holding, max(own["head_dim"], own["head_dim_v"]))
     names = kernel.tunables or TUNABLES
     return [own | dict(zip(names, tile, strict=True)) for tile in tiles]
+
+
+def _two_read_faster(problem: Problem, num_sms: int) -> bool:
+    """Whether two thread blocks on an SM read the keys of few rows faster than four do. (D181)
+
+    Where they leave many places empty and keys are many, too few bytes are in flight.
+    """
+    tiles, places = math.prod(problem.batch), 2 * num_sms
+    used = places // max(tiles, 1) * tiles
+    return tiles <= places and (used >= MOST * places or problem.seqlen_k < _MANY_KEYS)
 
 
 def num_tiles(problem: Problem, block: int, *, of_keys: bool = False) -> int:

@@ -21,7 +21,7 @@ from cuflash._problem.problem import HALVES, Problem
 
 FEW_ROWS = portable.ROWS_OF_FOUR_WARPS  # most rows of an entry, PackGQA included, that are few
 WIDTHS_OF_FEW_ROWS = (64, 128, 256)  # padded head sizes with tiles of up to 32 rows
-WIDTHS_OF_PAIRS = WIDTHS_OF_FEW_ROWS[:2]  # of those, the sizes with tiles for pairs
+WIDEST_PAIRS = 128  # largest head size where two results of a pair fit beside the tiles
 MOST_CLUSTER_PARTS = 8  # thread blocks of a cluster that every device with clusters can run at once
 
 
@@ -30,7 +30,7 @@ class Bounds(NamedTuple):
 
     min_keys: int  # fewest keys that are worth a second kernel
     min_keys_in_pages: int  # the same for pages and few rows
-    min_keys_beside_tiles: int  # the same for 16 rows, where over 2/3 of the SMs have a tile
+    min_keys_beside_tiles: int  # fewest keys for each 16 rows, where most SMs have a tile
     min_keys_per_query: int  # fewest keys for each query that are worth it
     min_part_keys: int  # fewest keys of a part
     max_short_parts: int  # tiles of few rows may have up to this number of shorter parts
@@ -76,12 +76,13 @@ def wanted(request: Request) -> bool:
 def has_tiles_of_few_rows(request: Request) -> bool:
     """Whether few rows see many keys: small tiles read keys faster than Hopper's kernel. (D181)
 
-    Hopper's kernel reads faster only where most SMs have one tile and keys are not so many.
+    Hopper's kernel reads as fast where one tile for each SM nearly fills the device, up to a number
+    of keys that follows from the rows.
     """
     problem, bounds = request.problem, BOUNDS
     widest = portable.padded(max(problem.head_dim, problem.head_dim_v))
     beside = bounds.min_keys_beside_tiles * -(-problem.seqlen_q // portable.ROWS_OF_ONE_WARP)
-    fewest = beside if _are_pairs(request) else bounds.min_keys
+    fewest = beside if request.capability == 90 and _are_two_parts(request) else bounds.min_keys
     return bool(
         request.num_sms
         and not request.simt
@@ -100,8 +101,8 @@ def in_pairs(request: Request) -> bool:
     return bool(
         _has_clusters(request)
         and has_tiles_of_few_rows(request)
-        and portable.padded(max(problem.head_dim, problem.head_dim_v)) in WIDTHS_OF_PAIRS
-        and _are_pairs(request)
+        and portable.padded(max(problem.head_dim, problem.head_dim_v)) <= WIDEST_PAIRS
+        and _are_two_parts(request)
         and problem.pages is None
         and not (_is_ragged(problem) and problem.seqlen_k > 2 * BOUNDS.max_ragged_part_keys)
     )
@@ -138,9 +139,9 @@ def in_clusters(request: Request) -> bool:
     )
 
 
-def _are_pairs(request: Request) -> bool:
-    """Whether two thread blocks on each SM make two parts of each tile of few rows."""
-    return 2 * request.num_sms // max(math.prod(request.problem.batch), 1) == 2
+def _are_two_parts(request: Request) -> bool:
+    """Whether two parts of each tile give two thread blocks to most SMs."""
+    return portable.MOST * request.num_sms <= math.prod(request.problem.batch) <= request.num_sms
 
 
 def _has_clusters(request: Request) -> bool:

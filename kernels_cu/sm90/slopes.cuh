@@ -17,8 +17,8 @@ constexpr bool numbers_keys = Score::has_slopes && Config::head_dim <= 128;
 
 // The operands of this step. `numbers` holds the numbers of a block's keys in three of the 16 rows
 // that are summed, and 0 in the others. `columns` holds the columns of q for each warpgroup: they
-// are equal in all its 64 rows, so that eight rows are enough. They come first because memcheck
-// takes wgmma to read 2 KiB from their first row on, wherever its 64 rows are.
+// are equal in all its 64 rows, so that eight rows are enough. `columns` comes first because
+// memcheck takes wgmma to read 2 KiB from there on, although the stride between its rows is 0.
 template <bool enabled>
 struct SlopeTiles {
   using Numbers = PanelTile<16, Config::block_n>;

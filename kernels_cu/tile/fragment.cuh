@@ -30,8 +30,7 @@ constexpr bool packs_operands = sizeof(Element) == 2 && !Config::simt;
 using Register = If<packs_operands, uint32_t, Real>;
 constexpr int operand_registers = packs_operands ? 4 : 8;
 
-// Calls body(i) for i below n, or body(i, j) with j below m, unrolled. The indices are slices and
-// halves, or tiles and registers.
+// Calls body(i) for i below n, or body(i, j) with j below m, unrolled.
 template <int n, typename Body>
 CUFLASH_DEVICE void unrolled(Body body) {
 #pragma unroll
