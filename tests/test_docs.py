@@ -69,18 +69,30 @@ def test_docstrings_are_complete(name):
         assert re.search(rf"\b{parameter}\b", text), f"{name} does not describe {parameter}"
 
 
-BLOCK = re.compile(r"```python(?: needs=(\w+))?\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```python(?: needs=([\w.]+))?\n(.*?)```", re.DOTALL)
 
 
 def can_run(needed: str) -> bool:
     if needed == "gpu":
         return not why_no_gpu()
-    return importlib.util.find_spec(needed) is not None
+    package = needed.partition(".")[0]
+    return all(importlib.util.find_spec(name) for name in (package, needed))
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def of_gpu(path):
+    return "needs=gpu" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *DOCUMENTS,
+        *(pytest.param(p, marks=pytest.mark.gpu, id=f"{p.name}-gpu") for p in DOCUMENTS if of_gpu(p)),
+    ],
+    ids=lambda p: p.name,
+)
 def test_python_blocks_of_documents_run(path):
-    """Python blocks of a document run in one namespace; ``needs=`` names a library, or a GPU."""
+    """Python blocks of a document run in one namespace; ``needs=`` names a module, or a GPU."""
     names: dict[str, object] = {}
     absent = set()
     for needed, block in BLOCK.findall(path.read_text(encoding="utf-8")):

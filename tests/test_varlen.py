@@ -384,7 +384,7 @@ def test_other_layouts_and_destinations():
 
 WRONG = {
     "floats": ({"ends_q": np.array([0.0, 5.0])}, TypeError, "cu_seqlens_q: .*float64"),
-    "a tuple": ({"ends_k": (0, 5)}, TypeError, "cu_seqlens_k: .*tuple"),
+    "a tuple of words": ({"ends_k": ("0", "5")}, TypeError, "cu_seqlens_k: .*integer"),
     "a matrix": ({"ends_q": np.zeros((2, 2), int)}, ValueError, r"cu_seqlens_q: .*\(2, 2\)"),
     "nothing": ({"ends_q": np.zeros(0, int)}, ValueError, "cu_seqlens_q: "),
     "decreasing": ({"ends_q": np.array([0, 5, 3])}, ValueError, "cu_seqlens_q: .*decreasing"),

@@ -26,8 +26,8 @@ ROOFLINE = (
 
 
 def newest(pattern: str) -> str:
-    """The newest committed result that matches a pattern."""
-    return str(sorted(RESULTS.glob(pattern))[-1])
+    """The newest committed result that matches a pattern: its name ends in its date."""
+    return str(max(RESULTS.glob(pattern), key=lambda path: (path.stem[-10:], path.name)))
 
 
 def pictures() -> dict[str, list[str]]:
@@ -36,20 +36,20 @@ def pictures() -> dict[str, list[str]]:
     lengths = ("-2048", "")
     swept = [str(SWEEPS / f"h100-{name}{end}.jsonl") for name in ROOFLINE for end in lengths]
     return {
-        "speed-forward": ["speed", newest("h200-forward-*.json"), "--pass", "fwd"],
-        "speed-backward": ["speed", newest("h200-backward-*.json"), "--pass", "bwd"],
+        "speed-forward": ["speed", newest("h*0-forward-*.json"), "--pass", "fwd"],
+        "speed-backward": ["speed", newest("h*0-backward-*.json"), "--pass", "bwd"],
         "heatmap": ["heatmap", sweep],
         "parallel": ["parallel", sweep],
-        "roofline": ["roofline", *swept, "--memory", newest("h100-memory-*.json")],
-        "memory": ["memory", newest("h100-allocations-*.json"), "--pass", "bwd"],
-        "io": ["io", newest("h100-io-*.json")],
+        "roofline": ["roofline", *swept, "--memory", newest("h*0-memory-*.json")],
+        "memory": ["memory", newest("h*0-allocations-*.json"), "--pass", "bwd"],
+        "io": ["io", newest("h*0-io-*.json")],
     }
 
 
 def figures() -> dict[str, sweep_pictures.Figure]:
     """Figures of docs/method.md and docs/accuracy.md."""
     moved, held = (
-        json.loads(Path(newest(f"h100-{topic}-*.json")).read_text())
+        json.loads(Path(newest(f"h*0-{topic}-*.json")).read_text())
         for topic in ("io", "allocations")
     )
     return {

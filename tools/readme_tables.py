@@ -37,7 +37,6 @@ from cuflash._select import hardware  # noqa: E402
 SHOWN_SEQLENS = (512, 2048, 8192)
 #: Topics of the result files with the shapes of training, by pass.
 TOPICS = {"fwd": "forward", "bwd": "backward"}
-PEERS_ON = "h200"  # device of the comparisons with peers
 RESULTS = ROOT / "benchmarks" / "results"
 MISTAKES = ROOT / "tests" / "mutants_report.json"
 
@@ -55,17 +54,22 @@ def support() -> str:
     return "\n".join([*lines, "", f"Score options, on both: {names}."])
 
 
-def newest(topic: str, device: str = "h100") -> tuple[dict[str, Any], Path]:
-    """The newest committed result of a topic on a device, and its file."""
-    files = sorted(RESULTS.glob(f"{device}-{topic}-????-??-??.json"))
+def newest(topic: str) -> tuple[dict[str, Any], Path]:
+    """The newest committed result of a topic on any GPU, and its file."""
+    files = by_date(RESULTS.glob(f"h[0-9]*0-{topic}-????-??-??.json"))
     if not files:
         raise SystemExit(f"no result of the topic {topic} is committed")
     return json.loads(files[-1].read_text(encoding="utf-8")), files[-1]
 
 
-def measured(topic: str, device: str = "h100") -> tuple[dict[str, Any], str]:
+def by_date(files: Iterable[Path]) -> list[Path]:
+    """Results, the newest last: their names end in dates."""
+    return sorted(files, key=lambda path: (path.stem[-10:], path.name))
+
+
+def measured(topic: str) -> tuple[dict[str, Any], str]:
     """The newest result of a topic, and where and when it was measured, with a link to its rows."""
-    result, path = newest(topic, device)
+    result, path = newest(topic)
     meta, file = result["meta"], path.with_suffix(".md").relative_to(ROOT).as_posix()
     where = f"{meta['device']}, {meta['date']}, {short_commit(meta['commit'])}"
     return result, f"{where}, [rows](../{file})"
@@ -105,7 +109,7 @@ def numbers() -> str:
     """The main figures for the README, including unfavourable ones."""
     table = [("measured", "result")]
     for pass_, name in (("fwd", "forward"), ("bwd", "gradient")):
-        result, path = newest(TOPICS[pass_], PEERS_ON)
+        result, path = newest(TOPICS[pass_])
         rows = [row for row in result["rows"] if is_training(row) and row["pass"] == pass_]
         ratios: dict[int, list[float]] = {}
         for (d, *_), cell in sorted(by_cell(rows, "head_dim", "causal", "seqlen_q").items()):
@@ -158,7 +162,7 @@ def numbers() -> str:
 
 def bars() -> str:
     """The picture of the forward as text, in a comment; a package index shows it instead."""
-    result, _ = newest(TOPICS["fwd"], PEERS_ON)
+    result, _ = newest(TOPICS["fwd"])
     found = {
         row["impl"]: row["tflops"]
         for row in result["rows"]
@@ -187,7 +191,7 @@ def speed() -> str:
     cells: dict[tuple[int, bool, int], dict[tuple[str, str], str]] = {}
     runs = []
     for pass_, topic in TOPICS.items():
-        result, _ = newest(topic, PEERS_ON)
+        result, _ = newest(topic)
         meta = result["meta"]
         runs.append(f"{pass_} {meta['date']}, {short_commit(meta['commit'])}")
         for row in filter(is_training, result["rows"]):
@@ -272,7 +276,7 @@ def precise() -> str:
         ),
     )
     last = {}  # newest row of each implementation: not every run had KeOps
-    for path in sorted(RESULTS.glob("h100-points-????-??-??.json")):
+    for path in by_date(RESULTS.glob("h[0-9]*0-points-????-??-??.json")):
         points = json.loads(path.read_text(encoding="utf-8"))
         last |= {(row["impl"], row["dtype"]): (row, points["meta"]) for row in points["rows"]}
 
@@ -294,7 +298,7 @@ def precise() -> str:
 
 def everyday() -> str:
     """Speed relative to the fastest peer at shapes for which no tile was tuned."""
-    result, where = measured("everyday", PEERS_ON)
+    result, where = measured("everyday")
     peers = dict.fromkeys(row["impl"] for row in result["rows"] if row["impl"] not in OURS)
     head = wrapped(
         f"Speed relative to the fastest of {', '.join(peers)} in the same run ({where}): geometric "
@@ -306,7 +310,7 @@ def everyday() -> str:
 
 def costs() -> str:
     """How much longer a call takes with each option, and whether Hopper's kernels run it."""
-    result, where = measured("options", PEERS_ON)
+    result, where = measured("options")
     hopper = hardware.typical("sm_90a")
     cells: dict[str, dict[str, tuple[float, str]]] = {}
     for row in result["rows"]:
@@ -357,7 +361,7 @@ def waiting() -> str:
 
 def gradient() -> str:
     """Speed of the gradient relative to the fastest peer, by head size and order of sums."""
-    result, where = measured("backward", PEERS_ON)
+    result, where = measured("backward")
     rows = filter(is_training, result["rows"])
     cells = by_cell(rows, "pass", "head_dim", "causal", "seqlen_q")
     head = wrapped(
@@ -430,7 +434,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/accuracy.md": {"accuracy": accuracy, "float8": float8_errors},
     "docs/backward-sm90.md": {"gradient": gradient},
-    "docs/flash-decoding.md": {"decode": lambda: few_queries(newest("decode", PEERS_ON)[0])},
+    "docs/flash-decoding.md": {"decode": lambda: few_queries(newest("decode")[0])},
     "docs/mistakes.md": {"mistakes": mistakes},
 }
 

@@ -268,7 +268,7 @@ def ends_of(given: dict[str, Array], cu_seqlens_q: Any, cu_seqlens_k: Any) -> di
     ends = {}
     for name, value in both.items():
         ends[name] = integer_array(name, value, "an integer array or a list of ints")
-        if isinstance(value, list):
+        if isinstance(value, list | tuple):
             if is_cupy(given["q"]):
                 refuse_capture(name, "an array on the device")
             ends[name] = array_module(given["q"]).asarray(ends[name])

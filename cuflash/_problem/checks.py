@@ -175,9 +175,9 @@ def integers(name: str, value: Any, *, optional: bool = True) -> Array | int:
 
 
 def integer_array(name: str, value: Any, expected: str) -> Array:
-    """An integer array; a list is converted."""
+    """An integer array; a list or tuple is converted."""
     array = _of_list(name, value, expected)
-    if isinstance(value, list) and not array.size:  # NumPy makes floats of it
+    if isinstance(value, list | tuple) and not array.size:  # NumPy makes floats of it
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
         raise wrong_type(name, f"dtype {array.dtype}", expected)
@@ -185,8 +185,8 @@ def integer_array(name: str, value: Any, expected: str) -> Array:
 
 
 def _of_list(name: str, value: Any, expected: str) -> Array:
-    """An array without a copy; a list, which is short, is converted to a NumPy array."""
-    if not isinstance(value, list):
+    """An array without a copy; a list or tuple, which is short, is converted to a NumPy array."""
+    if not isinstance(value, list | tuple):
         return native(name, value)
     try:
         return np.asarray(value)
@@ -217,7 +217,7 @@ def slopes(name: str, value: Any) -> Array:
     """As :func:`floats`, or a list of numbers."""
     expected = "a floating array or a list of numbers"
     array = _of_list(name, value, expected)
-    is_list = isinstance(value, list) and array.dtype.kind in "iu"
+    is_list = isinstance(value, list | tuple) and array.dtype.kind in "iu"
     return floats(name, array.astype(np.float64) if is_list else array)
 
 

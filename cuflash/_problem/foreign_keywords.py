@@ -17,7 +17,10 @@ R = TypeVar("R")
 _NEAR = 0.61
 _MASK = "did you mean mask= (bool, True where the query may attend) or bias= (added to the score)?"
 _LENGTHS = "did you mean {}_lengths=? It is an int, or an integer array of shape (batch, 1)"
-_POSITION = "arrays are positional: write attention(q, k, v, causal=True), logsumexp(q, k)"
+_POSITION = (
+    "write attention(q, k, v, ...), attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, ...), "
+    "attention_backward(dout, q, k, v, out, lse, ...), logsumexp(q, k, ...)"
+)
 _PACKED = "packed sequences are attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)"
 _PAGES = (
     "pages are attention_paged(q, k_pages, v_pages, page_table, kv_lengths), and have no gradient"
@@ -129,6 +132,8 @@ def unknown_keyword(
     """Build the TypeError for a keyword that is none of the ``known`` ones."""
     from difflib import get_close_matches  # correct calls do not need it
 
+    if advice.get(name) is _POSITION:
+        return wrong_type(name, "a keyword", "a positional argument", _POSITION)
     near = get_close_matches(name, known, n=1, cutoff=_NEAR)
     kinds = kind.replace(" ", "s ", 1) if kind.startswith("keyword") else f"{kind}s"
     spelt = f"did you mean {near[0]}=?" if near else f"{kinds} are {', '.join(known)}"

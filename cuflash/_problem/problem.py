@@ -205,12 +205,13 @@ def _describe(
             fix = ""
             if option.from_host and batch_shape:
                 per_entry = (*batch_shape[:-1], 1)
-                fix = f"lengths per batch entry have shape {per_entry}: heads are the last axis"
+                fix = f"; lengths per batch entry have shape {per_entry}: heads are the last axis"
             if index := index_with_new_axes(shape, batch_shape, extents):
-                fix = f"write {argument}{index}" + (f"; {fix}" if fix else "")
+                of_list = f", for a list np.array({argument}){index}" if option.from_host else ""
+                fix = f"; write {argument}{index}{of_list}{fix}"
             example = (*batch_shape[:1], *(1 for _ in batch_shape[1:]), *extents)
             expected = f"a shape that broadcasts to {full}, for example {example}"
-            raise wrong_value(argument, f"shape {shape}", expected, fix)
+            raise wrong_value(argument, f"shape {shape}", expected, fix.removeprefix("; "))
         return option_operand(array, batch, extents, group_size, kv=of_keys)
 
     of_options: dict[str, Any] = {name: option_array(name, a) for name, a in options.arrays}
