@@ -44,7 +44,7 @@ MISTAKES = ROOT / "tests" / "mutants_report.json"
 def support() -> str:
     """What runs on which device, from the tables that the library itself uses."""
     every = ", ".join(dtype.name for dtype in checks.FLOATS)
-    devices = "compute capability 5.0 and above; tensor cores from 8.0 on"
+    devices = "compute capability 5.0 and above (run on H100 and H200); tensor cores from 8.0 on"
     lines = grid(
         ("arrays", "dtypes", "head_dim, head_dim_v", "device"),
         ("NumPy", every, "any", "CPU"),
