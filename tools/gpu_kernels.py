@@ -70,7 +70,7 @@ def compile_missing(kernels: dict[Any, set[str]], folder: Path, processes: int |
 
 
 def _tell(ready: int, of: int) -> None:
-    if ready and (not ready % 50 or ready == of):
+    if sys.stdout.isatty():
         print(f"\r{ready} of {of}", end="", flush=True)
 
 

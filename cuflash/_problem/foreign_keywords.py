@@ -79,6 +79,7 @@ ADVICE = {
     ),
     "layout": "did you mean axes=? (batch, seqlen, heads, head_dim) is axes=[(-3, -1)] * 4",
     "num_splits": "leave it out: the number of splits follows from the shapes",
+    **dict.fromkeys(("implementation", "backend"), "leave it out: array and device decide"),
     "dtype": "leave it out: the result has the dtype of q, k and v",
     **{
         name: _CALL.format(name)
