@@ -79,15 +79,14 @@ def can_run(needed: str) -> bool:
     return all(importlib.util.find_spec(name) for name in (package, needed))
 
 
-def of_gpu(path):
-    return "needs=gpu" in path.read_text(encoding="utf-8")
+OF_GPU = [path for path in DOCUMENTS if "needs=gpu" in path.read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize(
     "path",
     [
         *DOCUMENTS,
-        *(pytest.param(p, marks=pytest.mark.gpu, id=f"{p.name}-gpu") for p in DOCUMENTS if of_gpu(p)),
+        *(pytest.param(p, marks=pytest.mark.gpu, id=f"{p.name}-gpu") for p in OF_GPU),
     ],
     ids=lambda p: p.name,
 )

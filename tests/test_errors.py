@@ -141,7 +141,8 @@ WRONG = {
         call(offset=np.array([1, 2])), ValueError, "offset",
         r"write offset\[:, None\], .*\(2, 1\)"),
     "kv_lengths a list of (B,)": (
-        call(kv_lengths=[1, 2]), ValueError, "kv_lengths", r"list np\.array\(kv_lengths\)\[:, None\]"),
+        call(kv_lengths=[1, 2]), ValueError, "kv_lengths",
+        r"list np\.array\(kv_lengths\)\[:, None\]"),
     "lists of different lengths": (
         call(kv_lengths=[[1], [2, 3]]), TypeError, "kv_lengths", "list.*an integer array"),
     "lengths a list of floats": (

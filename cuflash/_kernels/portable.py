@@ -181,8 +181,7 @@ def candidates(
         "32 rows": problem.seqlen_q <= ROWS_OF_TWO_WARPS,
         "held bias": own.get("holds_bias", False),
         "few tiles in order": not in_pages and _two_read_faster(problem, request.num_sms),
-        "clusters": own.get("clusters", False)
-        and 2 * math.prod(problem.batch) <= request.num_sms,
+        "clusters": own.get("clusters", False) and 2 * math.prod(problem.batch) <= request.num_sms,
         "six warps": problem.seqlen_q > ROWS_OF_FOUR_WARPS,
     }
     tiles = tile_of(rows, holding, max(own["head_dim"], own["head_dim_v"]))
