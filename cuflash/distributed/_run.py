@@ -25,6 +25,8 @@ from cuflash.distributed._handshake import (
     agreed,
     as_given,
     axis_of_queries,
+    checksum,
+    compare,
     facts_of_options,
     held_rows,
     layout_of,
@@ -99,7 +101,8 @@ class Call:
         axes = {n: axis_of_queries(n, a) for n, a in self.options.arrays.items()}
         of_options = {n: self.options.arrays[n].shape[i] for n, i in axes.items() if i is not None}
         rows = [a.shape[-2] for a in self.qkv]
-        return {"alike": alike, "rows": rows, "rows of options": of_options}
+        one_row = {n: checksum(self.options.arrays[n]) for n, r in of_options.items() if r == 1}
+        return {"alike": alike, "rows": rows, "rows of options": of_options, "one row": one_row}
 
 
 class _Known(NamedTuple):
@@ -235,6 +238,7 @@ def _shared_options(facts: list[dict[str, Any]]) -> frozenset[str]:
                     "one row, as on other ranks",
                     "or its own rows on every rank",
                 )
+        compare(name, [f["one row"][name] for f in facts])
     return found
 
 
