@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 import cuflash
 from cuflash import distributed
+from cuflash.distributed import _parts, _run
+from cuflash.distributed._layout import chunks_of
+from cuflash.distributed._traffic import Extents, chosen
 from support.shards import in_threads
 
 X = np.random.default_rng(0).standard_normal((2, 16, 4))
@@ -60,3 +65,80 @@ def test_options_of_own_rows_may_have_other_values():
         return True
 
     assert in_threads(2, run) == [True, True]
+
+
+@pytest.fixture
+def origins(monkeypatch):
+    """As on a GPU: first query and key of each block that is computed."""
+    found, forward, backward = [], _parts.run_forward, _parts.run_backward
+    monkeypatch.setattr(_run, "is_cupy", lambda _: True)
+    for name, run in (("run_forward", forward), ("run_backward", backward)):
+
+        def noted(*given, origin, run=run, **words):
+            found.append((origin.query, origin.key))
+            words.pop("deterministic", None)
+            return run(*given, origin=origin, **words)
+
+        monkeypatch.setattr(_parts, name, noted)
+    return found
+
+
+DROPOUT = {"dropout": 0.5, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "keys", "size", "able"),
+    [
+        (2, 40, 40, 2, {"ulysses"}),
+        (1, 128, 20, 2, {"all_gather"}),
+        (1, 128, 128, 2, {"all_gather", "ring"}),
+        (2, 64, 64, 4, {"usp"}),  # groups of two ranks have 16 rows in a row
+        (4, 64, 64, 4, {"usp", "ulysses"}),
+        (4, 24, 24, 4, {"ulysses"}),
+    ],
+)
+def test_dropout_is_refused_by_methods_whose_blocks_begin_elsewhere(
+    heads, queries, keys, size, able, origins
+):
+    """A GPU draws dropout for 16 queries and keys. auto takes a method that can; errors name it."""
+    comm = distributed.simulated(size)
+    whole = [np.random.default_rng(i).standard_normal((heads, n, 4))
+             for i, n in enumerate((queries, keys, keys))]  # fmt: skip
+    parts = [distributed.shard(x, comm=comm) for x in whole]
+    expected = cuflash.attention(*whole, **DROPOUT)
+    for method in ("auto", "all_gather", "ring", "ulysses", "usp"):
+        how = {"comm": comm, "method": method, **DROPOUT}
+        if method not in able | {"auto"}:
+            with pytest.raises(NotImplementedError, match=f"^method: {method!r} does") as told:
+                distributed.attention(*parts, **how)
+            named = set(re.findall(r"'(\w+)'", str(told.value).split("; use ")[1]))
+            assert named == able | {"auto"}, told.value
+            continue
+        out, pullback = distributed.attention_vjp(*parts, **how)
+        assert np.allclose(distributed.unshard(out, comm=comm)[0], expected)
+        pullback(out)
+        assert origins
+        assert not any(q % 16 or k % 16 for q, k in origins), method
+        origins.clear()
+
+
+@pytest.mark.parametrize("method", ["auto", "ring"])
+def test_dropout_that_no_method_can_draw_is_refused_before_anything_moves(method, origins):
+    comm, x = distributed.simulated(2), np.ones((40, 4))
+    parts = distributed.shard(x, comm=comm)
+    message = f"^method: '{method}' does not support dropout .*; use at least 32 rows on each rank"
+    with pytest.raises(NotImplementedError, match=message):
+        distributed.attention(parts, parts, parts, comm=comm, method=method, **DROPOUT)
+    assert not comm.sent
+    assert not origins
+    distributed.attention(parts, parts, parts, comm=comm)
+    even = distributed.shard(np.ones((64, 4)), comm=comm)
+    distributed.attention(even, even, even, comm=comm, **DROPOUT)
+
+
+def test_dropout_on_several_hosts_takes_what_can():
+    """Neither the ring nor groups within a host can draw it: of the rest the fewest bytes."""
+    held = chunks_of(24, 4, "zigzag")
+    extents = Extents(24, 24, (4, 8), (4, 8), (4, 8), (4, 8), np.dtype("f4"), drawn=(held, held))
+    own, why = chosen("auto", extents, 4, None, per_host=2)
+    assert (own.method, "fewest bytes" in why) == ("ulysses", True)

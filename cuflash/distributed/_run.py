@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cuflash._api import arguments, float8
 from cuflash._api.arguments import QKV
-from cuflash._api.dispatch import placed
 from cuflash._arrays import Array, Triple, array_module, is_cupy, native
 from cuflash._errors import not_yet, wrong_value
 from cuflash._problem.checks import flag, precision_word
 from cuflash._problem.operand import Axes, checked_axes, core_axes
 from cuflash._problem.options import Options, gradient_names, resolve
-from cuflash._problem.philox import Origin
 from cuflash._problem.problem import Problem, describe
 from cuflash._results import Saved
 from cuflash.distributed import _all_gather, _ring, _ulysses
@@ -212,10 +209,9 @@ def _agreed(
         problem = _problem(call, seqlen_q, seqlen_k, asked.precision)
         if call.saved is not None:
             arguments.saved_arrays("attention", problem, call.given["q"], *call.saved)
-        if is_cupy(call.qkv[0]):
-            for chunk in itertools.chain(*queries, *keys):
-                placed(problem, call.options, Origin(query=chunk.start))  # raises if unsupported
         extents = Extents.of(problem, seqlen_q, *(a.shape for a in call.qkv))
+        if call.options.dropout and is_cupy(call.qkv[0]):
+            extents = replace(extents, drawn=(queries, keys))
         how, _ = chosen(asked.method, extents, comm.size, memory, per_host)
         return {"alike": {"method": how.method}}, _Known(problem, queries, keys, shared, how.across)
 
