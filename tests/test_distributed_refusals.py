@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import cuflash
 from cuflash import distributed
-from cuflash.distributed import _parts, _run
+from cuflash.distributed import _parts, _rows, _run
 from cuflash.distributed._layout import chunks_of
 from cuflash.distributed._traffic import Extents, chosen
 from support.shards import in_threads
@@ -142,3 +143,50 @@ def test_dropout_on_several_hosts_takes_what_can():
     extents = Extents(24, 24, (4, 8), (4, 8), (4, 8), (4, 8), np.dtype("f4"), drawn=(held, held))
     own, why = chosen("auto", extents, 4, None, per_host=2)
     assert (own.method, "fewest bytes" in why) == ("ulysses", True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales"), [("float8_e4m3fn", {}), ("float8_e5m2", {}), ("bfloat16", {"k_scale": 2})]
+)
+def test_8_bits_are_refused_by_calls_and_by_explain(dtype, scales):
+    shape, comm = (2, 16, 4), distributed.simulated(2)
+    x = [np.zeros(shape, getattr(ml_dtypes, dtype))] * 2
+    with pytest.raises(NotImplementedError, match="8-bit q, k, v on several ranks") as of_call:
+        distributed.attention(x, x, x, comm=comm, **scales)
+    with pytest.raises(NotImplementedError, match=re.escape(str(of_call.value))):
+        distributed.explain(shape, shape, size=2, dtype=dtype, **scales)
+
+
+def _call(name, comm, x, words):
+    if name == "explain":
+        return distributed.explain(X.shape, X.shape, size=2, **words)
+    if name.endswith("shard"):
+        return getattr(distributed, name)(X if name == "shard" else x, comm=comm)
+    saved = (x, [a[..., 0] for a in x]) if name == "attention_backward" else ()
+    first = (x,) if name == "attention_backward" else ()
+    return getattr(distributed, name)(*first, x, x, x, *saved, comm=comm, **words)
+
+
+@pytest.mark.parametrize("keyword", ["out", "grads_out", "workspace", "config"])
+@pytest.mark.parametrize("name", ["attention", "attention_backward", "attention_vjp", "explain"])
+def test_parameters_that_only_one_gpu_has_are_named(name, keyword):
+    with pytest.raises(TypeError, match=f"^{keyword}: got an unknown keyword") as found:
+        _call(name, distributed.simulated(2), [X, X], {keyword: None})
+    assert "leave it out: ranks" in str(found.value)
+    assert f"attention(q, k, v, {keyword}=...)" not in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_backward", "shard", "unshard"])
+def test_functions_in_a_captured_stream_are_refused_by_name(name, monkeypatch):
+    """Both modules ask before they compute. The refusal itself is the one of quantize."""
+    comm, x = distributed.simulated(2), [X, X]
+
+    def refuse(xp, function):
+        assert xp is np
+        raise RuntimeError(f"{function}: cannot allocate")
+
+    for module in (_run, _rows):
+        monkeypatch.setattr(module, "refuse_captured", refuse)
+    with pytest.raises(RuntimeError, match=f"^distributed.{name}: cannot allocate"):
+        _call(name, comm, x, {})
+    assert not comm.sent

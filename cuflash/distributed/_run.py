@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from cuflash._api import arguments, float8
 from cuflash._api.arguments import QKV
-from cuflash._arrays import Array, Triple, array_module, is_cupy, native
+from cuflash._arrays import Array, Triple, array_module, is_cupy, native, refuse_captured
 from cuflash._errors import not_yet, wrong_value
 from cuflash._problem.checks import flag, precision_word
+from cuflash._problem.foreign_keywords import ADVICE_FOR_RANKS, refuse_keywords
 from cuflash._problem.operand import Axes, checked_axes, core_axes
 from cuflash._problem.options import Options, gradient_names, resolve
 from cuflash._problem.problem import Problem, describe
@@ -130,15 +131,13 @@ def run(
 
     def call_of(rank: int) -> Call:
         asked = ask()
-        own = {n: own_of(comm, rank, n, a) for n, a in zip(QKV, qkv, strict=True)}
+        own = {n: native(n, own_of(comm, rank, n, a)) for n, a in zip(QKV, qkv, strict=True)}
+        refuse_captured(array_module(own["q"]), f"distributed.{asked.function}")
+        chosen_options = _own_options(comm, rank, options, keywords)
+        refuse_8_bits(chosen_options, *own.values())
         _, given, promoted = arguments.operands(*own.values())
         comm.check_library("q", given["q"])
         q, k, v = (_canonical(*each) for each in zip(QKV, promoted, asked.axes, strict=False))
-        chosen_options = _own_options(comm, rank, options, keywords)
-        if float8.among(chosen_options, *own.values()):
-            raise not_yet(
-                "8-bit q, k, v on several ranks", "a later version", "dequantize them first"
-            )
         if saved is None:
             return Call(asked, given, (q, k, v), chosen_options, None, ())
         dout, out, lse, dlse = (
@@ -280,10 +279,17 @@ def _canonical(name: str, array: Any, pair: tuple[int, int]) -> Array:
     return array_module(array).moveaxis(array, axes, (-2, -1))
 
 
+def refuse_8_bits(options: Options, *qkv: Any) -> None:
+    """Raise for 8-bit q, k or v, and for their scales."""
+    if float8.among(options, *qkv):
+        raise not_yet("8-bit q, k, v on several ranks", "a later version", "dequantize them first")
+
+
 def _own_options(
     comm: Communicator, rank: int, options: Any, keywords: Mapping[str, Any]
 ) -> Options:
     """A rank's options; an option that is a list has one value for each rank."""
+    refuse_keywords(keywords, ADVICE_FOR_RANKS)
     own: dict[str, Any] = dict(keywords)
     if comm.in_lists:
         if isinstance(options, list):
