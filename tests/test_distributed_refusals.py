@@ -181,8 +181,8 @@ def test_functions_in_a_captured_stream_are_refused_by_name(name, monkeypatch):
     """Both modules ask before they compute. The refusal itself is the one of quantize."""
     comm, x = distributed.simulated(2), [X, X]
 
-    def refuse(xp, function):
-        assert xp is np
+    def refuse(library, function):
+        assert library is np
         raise RuntimeError(f"{function}: cannot allocate")
 
     for module in (_run, _rows):
