@@ -266,19 +266,6 @@ def test_results_are_made_on_the_device_of_their_rank(monkeypatch):
     assert places == [0, 0, 1, 1]
 
 
-def test_dropout_within_blocks_is_refused_before_anything_moves(monkeypatch):
-    """On a GPU all ranks refuse dropout in blocks that are not multiples of 16 queries and keys."""
-    comm, x = distributed.simulated(2), np.ones((40, 4))
-    monkeypatch.setattr(_run, "is_cupy", lambda _: True)
-    parts = distributed.shard(x, comm=comm)
-    with pytest.raises(NotImplementedError, match="dropout on a GPU in a part of a call"):
-        distributed.attention(parts, parts, parts, comm=comm, dropout=0.5, seed=1)
-    assert not comm.sent
-    distributed.attention(parts, parts, parts, comm=comm)
-    even = distributed.shard(np.ones((64, 4)), comm=comm)
-    distributed.attention(even, even, even, comm=comm, dropout=0.5, seed=1)
-
-
 @pytest.mark.parametrize(
     ("hosts", "together"),
     [("aaaa", None), ("aabb", 2), ("abab", 1), ("aab", 1), ("aaab", 1), ("abcd", 1), ("a", None),

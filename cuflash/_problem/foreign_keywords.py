@@ -122,6 +122,11 @@ ADVICE_FOR_PAGES = dict.fromkeys(
     ),
     _LENGTHS_FOR_PAGES,
 )  # fmt: skip
+ADVICE_FOR_RANKS = {
+    **dict.fromkeys(("out", "grads_out"), "leave it out: ranks allocate their results"),
+    "workspace": "leave it out: ranks allocate their workspace",
+    "config": "leave it out: ranks choose a configuration for each part of a call",
+}
 
 
 def unknown_keyword(

@@ -65,12 +65,12 @@ def attention(
     TypeError, ValueError
         For a wrong argument on this rank, or if ranks make different calls.
     NotImplementedError
-        For a method that does not support the call; the message names one that does. On GPUs also
-        for dropout if ranks have fewer than 32 rows.
+        For a method that does not support the call; the message names one that does. Some methods
+        do not support dropout on GPUs if ranks have fewer than 32 rows. Also for 8-bit arrays.
     CommunicationError
         If a rank is dead or stuck, has refused the call, or has raised an error during it.
     RuntimeError
-        If another thread is in a call of the same communicator.
+        If another thread is in a call of the same communicator, or in a captured stream.
 
     Examples
     --------

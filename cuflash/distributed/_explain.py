@@ -8,10 +8,12 @@ import numpy as np
 
 from cuflash._errors import wrong_value
 from cuflash._problem.checks import dtype_of, shape_of
+from cuflash._problem.foreign_keywords import ADVICE_FOR_RANKS, refuse_keywords
 from cuflash._problem.operand import axes_without_values, core_axes
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.problem import describe
 from cuflash.distributed._layout import MOST_RANKS, chunks_of, counted, rows_of
+from cuflash.distributed._run import refuse_8_bits
 from cuflash.distributed._traffic import Extents, candidates, checked_method, chosen, table
 
 
@@ -74,6 +76,7 @@ def explain(
             raise wrong_value("ranks_per_host", together, f"a divisor of the {size} ranks")
         ranks_per_host = together if together < size else None  # one host
     dtype = dtype_of("dtype", dtype, "a floating dtype")
+    refuse_keywords(score_options, ADVICE_FOR_RANKS)
     found = resolve(options, score_options)
     pairs = axes_without_values(axes)
     arrays = []
@@ -83,6 +86,7 @@ def explain(
         rest = [n for i, n in enumerate(shape) if i not in core]
         element = np.empty((1,) * len(shape), dtype)
         arrays.append(np.broadcast_to(element, (*rest, *(shape[i] for i in core))))
+    refuse_8_bits(found, *arrays)
     first, second, third = arrays
     problem = describe(first, second, third, found)
     extents = Extents.of(problem, problem.seqlen_q, *(a.shape for a in arrays))

@@ -25,7 +25,7 @@ _KEPT = 256  # agreements
 def facts_of_options(options: Options) -> dict[str, Any]:
     """What must be equal on all ranks: plain values, texts of formulas, layouts of arrays.
 
-    The number of rows may differ. Lengths and offsets that the host can read are compared by value.
+    The number of rows may differ. NumPy arrays without a query axis are compared by value.
     """
     facts: dict[str, Any] = {}
     of_arrays = {ARRAYS[name][0].name for name in options.arrays}
@@ -34,15 +34,21 @@ def facts_of_options(options: Options) -> dict[str, Any]:
         if name in ("score_mod", "mask_mod"):
             texts = getattr(value, "expression", None), getattr(value, "grad", None)
             facts[name] = None if value is None else texts
+            arrays = getattr(value, "arrays", {}).items()
+            facts[f"{name}.arrays"] = {n: f"{a.dtype} {list(a.shape)}" for n, a in sorted(arrays)}
         elif name not in of_arrays:
             facts[name] = value
     for name, array in options.arrays.items():
         axis = axis_of_queries(name, array)
         shape = [0 if i == axis else n for i, n in enumerate(array.shape, -array.ndim)]
         facts[name] = f"{array.dtype} {shape}"
-        if ARRAYS[name][0].from_host and isinstance(array, np.ndarray):
-            facts[name] += f" {zlib.crc32(array.tobytes()):08x}"
+        facts[name] += checksum(array) if axis is None else ""
     return facts
+
+
+def checksum(array: Any) -> str:
+    """A text that differs for NumPy arrays with other values; "" for arrays on a GPU."""
+    return f" {zlib.crc32(array.tobytes()):08x}" if isinstance(array, np.ndarray) else ""
 
 
 def axis_of_queries(name: str, array: Any) -> int | None:
@@ -76,9 +82,9 @@ def agreed(
     for rank, found in enumerate(everyones):
         if "error" in found:
             raise CommunicationError(f"rank {rank} refused the call: {found['error']}", rank)
-    _compare("cuflash", [found["version"] for found in everyones])
+    compare("cuflash", [found["version"] for found in everyones])
     for name in dict.fromkeys(name for found in everyones for name in found.get("alike", {})):
-        _compare(name, [found["alike"].get(name) for found in everyones])
+        compare(name, [found["alike"].get(name) for found in everyones])
     return everyones, own
 
 
@@ -87,7 +93,7 @@ def _text(facts: dict[str, Any]) -> bytes:
     return json.dumps(facts | own).encode()
 
 
-def _compare(name: str, values: Sequence[Any]) -> None:
+def compare(name: str, values: Sequence[Any]) -> None:
     """Raise ValueError unless all ranks have the same value."""
     for rank, value in enumerate(values):
         if value != values[0]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,6 +84,12 @@ def in_a_row(held: tuple[Chunks, ...]) -> tuple[Chunks, ...]:
     """As many rows for each rank, but as one chunk for each rank, in order of ranks."""
     ends = [0, *itertools.accumulate(map(rows_of, held))]
     return tuple(joined((Chunk(*pair),)) for pair in itertools.pairwise(ends))
+
+
+def of_groups(held: Sequence[Chunks], size: int) -> tuple[Chunks, ...]:
+    """The chunks of each group of ``size`` neighbouring ranks."""
+    groups = (held[i : i + size] for i in range(0, len(held), size))
+    return tuple(joined(tuple(c for own in group for c in own)) for group in groups)
 
 
 def rows_of(chunks: Chunks) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._arrays import Array, array_module, native, on_device_of
+from cuflash._arrays import Array, array_module, native, on_device_of, refuse_captured
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import integer_value, is_integer
 from cuflash.distributed._communicator import (
@@ -60,8 +60,10 @@ def shard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -2)
     for rank in comm.ranks:
         own = positions(array.shape[axis], rank, comm.size, layout=layout)
         with on_device_of(array):
+            refuse_captured(xp, "distributed.shard")
             part = xp.take(array, xp.asarray(own), axis=axis)
         with comm.on(rank):
+            refuse_captured(xp, "distributed.shard")
             parts[rank] = xp.array(part)  # copies to the current device
     return as_given(comm, parts)
 
@@ -100,6 +102,7 @@ def unshard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -
     def facts_of(rank: int) -> tuple[dict[str, Any], Array]:
         array = native("x", own_of(comm, rank, "x", x))
         comm.check_library("x", array)
+        refuse_captured(array_module(array), "distributed.unshard")
         own_axis = _checked_axis(axis, array)
         others = list(array.shape)
         rows = others.pop(own_axis)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cuflash._api import arguments, float8
 from cuflash._api.arguments import QKV
-from cuflash._api.dispatch import placed
-from cuflash._arrays import Array, Triple, array_module, is_cupy, native
+from cuflash._arrays import Array, Triple, array_module, is_cupy, native, refuse_captured
 from cuflash._errors import not_yet, wrong_value
 from cuflash._problem.checks import flag, precision_word
+from cuflash._problem.foreign_keywords import ADVICE_FOR_RANKS, refuse_keywords
 from cuflash._problem.operand import Axes, checked_axes, core_axes
 from cuflash._problem.options import Options, gradient_names, resolve
-from cuflash._problem.philox import Origin
 from cuflash._problem.problem import Problem, describe
 from cuflash._results import Saved
 from cuflash.distributed import _all_gather, _ring, _ulysses
@@ -25,6 +23,8 @@ from cuflash.distributed._handshake import (
     agreed,
     as_given,
     axis_of_queries,
+    checksum,
+    compare,
     facts_of_options,
     held_rows,
     layout_of,
@@ -99,7 +99,8 @@ class Call:
         axes = {n: axis_of_queries(n, a) for n, a in self.options.arrays.items()}
         of_options = {n: self.options.arrays[n].shape[i] for n, i in axes.items() if i is not None}
         rows = [a.shape[-2] for a in self.qkv]
-        return {"alike": alike, "rows": rows, "rows of options": of_options}
+        one_row = {n: checksum(self.options.arrays[n]) for n, r in of_options.items() if r == 1}
+        return {"alike": alike, "rows": rows, "rows of options": of_options, "one row": one_row}
 
 
 class _Known(NamedTuple):
@@ -130,15 +131,13 @@ def run(
 
     def call_of(rank: int) -> Call:
         asked = ask()
-        own = {n: own_of(comm, rank, n, a) for n, a in zip(QKV, qkv, strict=True)}
+        own = {n: native(n, own_of(comm, rank, n, a)) for n, a in zip(QKV, qkv, strict=True)}
+        refuse_captured(array_module(own["q"]), f"distributed.{asked.function}")
+        chosen_options = _own_options(comm, rank, options, keywords)
+        refuse_8_bits(chosen_options, *own.values())
         _, given, promoted = arguments.operands(*own.values())
         comm.check_library("q", given["q"])
         q, k, v = (_canonical(*each) for each in zip(QKV, promoted, asked.axes, strict=False))
-        chosen_options = _own_options(comm, rank, options, keywords)
-        if float8.among(chosen_options, *own.values()):
-            raise not_yet(
-                "8-bit q, k, v on several ranks", "a later version", "dequantize them first"
-            )
         if saved is None:
             return Call(asked, given, (q, k, v), chosen_options, None, ())
         dout, out, lse, dlse = (
@@ -209,10 +208,9 @@ def _agreed(
         problem = _problem(call, seqlen_q, seqlen_k, asked.precision)
         if call.saved is not None:
             arguments.saved_arrays("attention", problem, call.given["q"], *call.saved)
-        if is_cupy(call.qkv[0]):
-            for chunk in itertools.chain(*queries, *keys):
-                placed(problem, call.options, Origin(query=chunk.start))  # raises if unsupported
         extents = Extents.of(problem, seqlen_q, *(a.shape for a in call.qkv))
+        if call.options.dropout and is_cupy(call.qkv[0]):
+            extents = replace(extents, drawn=(queries, keys))
         how, _ = chosen(asked.method, extents, comm.size, memory, per_host)
         return {"alike": {"method": how.method}}, _Known(problem, queries, keys, shared, how.across)
 
@@ -235,6 +233,7 @@ def _shared_options(facts: list[dict[str, Any]]) -> frozenset[str]:
                     "one row, as on other ranks",
                     "or its own rows on every rank",
                 )
+        compare(name, [f["one row"][name] for f in facts])
     return found
 
 
@@ -280,10 +279,17 @@ def _canonical(name: str, array: Any, pair: tuple[int, int]) -> Array:
     return array_module(array).moveaxis(array, axes, (-2, -1))
 
 
+def refuse_8_bits(options: Options, *qkv: Any) -> None:
+    """Raise for 8-bit q, k or v, and for their scales."""
+    if float8.among(options, *qkv):
+        raise not_yet("8-bit q, k, v on several ranks", "a later version", "dequantize them first")
+
+
 def _own_options(
     comm: Communicator, rank: int, options: Any, keywords: Mapping[str, Any]
 ) -> Options:
     """A rank's options; an option that is a list has one value for each rank."""
+    refuse_keywords(keywords, ADVICE_FOR_RANKS)
     own: dict[str, Any] = dict(keywords)
     if comm.in_lists:
         if isinstance(options, list):

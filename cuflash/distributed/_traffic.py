@@ -17,8 +17,10 @@ import numpy as np
 
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._host.scores import arithmetic
+from cuflash._problem.philox import BLOCK
 from cuflash._problem.problem import Problem
 from cuflash.distributed._all_gather import STAGES
+from cuflash.distributed._layout import Chunks, of_groups
 
 _MEMORY = 80 << 30  # bytes of the GPU for which the table gives the longest sequence
 METHODS = ("auto", "all_gather", "ring", "ulysses", "usp")
@@ -36,6 +38,8 @@ class Extents:
     out: tuple[int, ...]
     dtype: np.dtype
     by_pair: tuple[str, ...] = ()  # options that hold a value for each query and key
+    #: With dropout on GPUs: each rank's queries, and its keys.
+    drawn: tuple[tuple[Chunks, ...], tuple[Chunks, ...]] | None = None
 
     @classmethod
     def of(cls, problem: Problem, seqlen_q: int, *qkv: tuple[int, ...]) -> Extents:
@@ -56,8 +60,16 @@ class Extents:
         return max(a[-2] if len(a) > 1 else 1 for a in (self.k, self.v))
 
     def refusal(self, across: int) -> str:
-        """Why groups of ``across`` ranks cannot exchange heads; "" if they can."""
-        if across == 1:
+        """What groups of ``across`` ranks (0: all keys are gathered) do not support; "" if nothing.
+
+        Groups of several ranks exchange heads.
+        """
+        if self.drawn is not None:
+            queries, keys = self.drawn
+            parts = of_groups(queries, across or 1) + of_groups(keys, across or len(keys))
+            if any(chunk.start % BLOCK for chunks in parts for chunk in chunks):
+                return f"dropout on GPUs in parts that begin at no multiple of {BLOCK} rows"
+        if across < 2:
             return ""
         heads, heads_kv = self.heads, self.heads_kv
         if self.by_pair:
@@ -125,6 +137,9 @@ class _Rank(NamedTuple):
 
 
 def _all_gather(extents: Extents, size: int) -> Candidate:
+    refusal = extents.refusal(0)
+    if refusal:
+        return Candidate("all_gather", 0, refusal)
     own = _Rank.of(extents, size)
     e, f = own.e, own.f
     stages = max(n for n in range(1, STAGES + 1) if extents.heads_kv % n == 0)
@@ -194,20 +209,20 @@ def chosen(
     """
     found = candidates(extents, size, per_host)
     able = [c for c in found if not c.refusal]
-    if method != "auto":
-        asked = next(c for c in found if c.method == method)
-        if asked.refusal:
-            others = " or ".join(repr(c.method) for c in able)
-            raise NotImplementedError(
-                f"method: {method!r} does not support {asked.refusal}; use {others} or 'auto'"
-            )
+    asked = next((c for c in found if c.method == method), None if able else found[0])
+    if asked and asked.refusal:
+        use = " or ".join([*(repr(c.method) for c in able), "'auto'"])
+        if not able:  # all_gather refuses nothing but dropout
+            use = "at least 32 rows on each rank, or NumPy arrays"
+        raise NotImplementedError(f"method: {method!r} does not support {asked.refusal}; use {use}")
+    if asked:
         return asked, "as asked for"
-    if per_host is not None:
-        within = [c for c in able if c.method == "usp" and c.across == per_host]
-        rings = [c for c in able if c.method == "ring"]
-        own = (within or rings)[0]
-        return own, "several hosts: heads are exchanged within a host, or keys go round all ranks"
-    able = [c for c in able if c.method != "usp"]
+    within = [c for c in able if c.method == "usp" and c.across == per_host]
+    own = within or [c for c in able if c.method == "ring"]
+    if per_host is not None and own:
+        text = "several hosts: heads are exchanged within a host, or keys go round all ranks"
+        return own[0], text
+    able = [c for c in able if c.method != "usp"] or able
     enough = [c for c in able if memory is None or c.backward.taken <= memory]
     if not enough:
         return min(able, key=lambda c: c.backward.taken), "no method fits: it takes least memory"

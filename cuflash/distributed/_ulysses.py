@@ -6,7 +6,6 @@ different groups with the same heads form a ring: USP (Fang and Zhao 2024).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from cuflash._problem.options import with_arrays
 from cuflash._results import Saved
 from cuflash.distributed import _ring
 from cuflash.distributed._communicator import Schedule, Wait
-from cuflash.distributed._layout import Chunks, joined
+from cuflash.distributed._layout import of_groups
 from cuflash.distributed._parts import Heads
 from cuflash.distributed._share import (
     Group,
@@ -93,15 +92,10 @@ class _Neighbours:
         q, k, v, *rest = found
         return replace(
             share, rank=share.rank // self.across, q=q, k=k, v=v, options=options,
-            queries=self._of_groups(share.queries), keys=self._of_groups(share.keys),
+            queries=of_groups(share.queries, self.across), keys=of_groups(share.keys, self.across),
             heads=self.heads(share.rank), collected=True,
             peers=range(share.rank % self.across, share.size, self.across),
         ), rest  # fmt: skip
-
-    def _of_groups(self, chunks: Sequence[Chunks]) -> tuple[Chunks, ...]:
-        """The chunks of each group."""
-        groups = (chunks[i : i + self.across] for i in range(0, len(chunks), self.across))
-        return tuple(joined(tuple(c for own in group for c in own)) for group in groups)
 
     def distributed(self, *arrays: tuple[str, Array, tuple[int, ...]]) -> Schedule:
         """From rows of the group for own heads, make own rows for all heads, in given shapes.
