@@ -111,8 +111,8 @@ def of_heads(heads, heads_kv):
     ("extents", "size", "memory", "method"),
     [
         (of_heads(32, 32), 2, None, "ulysses"),
-        (of_heads(32, 32), 2, 53_248 << 20, "ulysses"),
-        (of_heads(32, 32), 2, (53_248 << 20) - 1, "all_gather"),
+        (of_heads(32, 32), 2, 65_536 << 20, "ulysses"),
+        (of_heads(32, 32), 2, (65_536 << 20) - 1, "all_gather"),
         (of_heads(32, 32), 2, 20_000 << 20, "all_gather"),  # only the forward of ulysses fits
         (of_heads(32, 8), 8, 0, "ulysses"),  # nothing fits, and it needs the least memory
         (of_heads(32, 2), 8, None, "ring"),  # it sends as many bytes as all_gather
@@ -120,6 +120,15 @@ def of_heads(heads, heads_kv):
 )
 def test_auto_takes_the_fewest_bytes_that_fit(extents, size, memory, method):
     assert chosen("auto", extents, size, memory)[0].method == method
+
+
+def test_auto_counts_results():
+    """A method whose buffers alone would fit is not taken."""
+    extents = of_heads(32, 8)
+    own, _ = chosen("auto", extents, 2, None)
+    results = (1 << 19) * (32 + 2 * 8) * 128 * 2
+    assert chosen("auto", extents, 2, own.taken)[0] == own
+    assert chosen("auto", extents, 2, own.taken - results)[0].method != own.method
 
 
 def test_auto_takes_what_fits():
