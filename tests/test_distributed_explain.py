@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cuflash import distributed
-from cuflash.distributed._traffic import Extents, chosen
+from cuflash.distributed._traffic import Extents, candidates, chosen
 
 SHAPE = (8, 64, 16)
 
@@ -86,6 +87,26 @@ def test_the_longest_sequences_of_the_docs():
             for method in ("ring", "ulysses", "all_gather")
         ]
         assert told == cells.split(" | ")
+
+
+@pytest.mark.parametrize("heads_kv", [32, 8])
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_the_bytes_of_a_smaller_ring_of_the_docs(size, heads_kv):
+    heads, dim = 32, 128
+    q, kv, rows = heads * dim, 2 * heads_kv * dim, heads  # elements of a token
+    forward = 2 * (2 * q + kv) + 4 * rows + 4 * q + 2 * 2 * kv
+    gradient = forward + 2 * (2 * q + kv) + 4 * rows + 2 * 4 * kv
+    told = []
+    for kernels in (False, True):
+        extents = replace(of_heads(heads, heads_kv), kernels=kernels)
+        own = next(c for c in candidates(extents, size) if c.method == "ring")
+        told.append([(c.taken + c.held) * size / (1 << 20) for c in (own.forward, own.backward)])
+    (whole, without), (_, scratch) = told
+    part = 4 * (q + rows)
+    ratios = whole / forward, (whole - part) / forward, without / gradient, scratch / gradient
+    ranks = "2 ranks" if size == 2 else "4 and more"
+    row = f"| {heads} on {heads_kv}, {ranks} | {' | '.join(f'{r:.2f}' for r in ratios)} |"
+    assert row in (Path(__file__).parents[1] / "docs" / "distributed.md").read_text("utf-8")
 
 
 def test_several_hosts_exchange_heads_within_one():

@@ -117,7 +117,7 @@ def test_what_is_counted(monkeypatch):
     [("all_gather", 4), ("ring", 2), ("ring", 4), ("ring", 8), ("ulysses", 4), ("usp", 8)],
 )
 def test_live_bytes_are_those_of_explain(method, size, dtype, causal, monkeypatch):
-    """A rank holds at most what explain says without scratch memory, and at least 70 % of it."""
+    """A rank holds at most what explain says without scratch memory, and at least 75 % of it."""
     heads, heads_kv, dim, rows = 16, 8, 32, 64 * size
     shapes = [(n, rows, dim) for n in (heads, heads_kv, heads_kv, heads)]
     rng = np.random.default_rng(0)
@@ -136,7 +136,7 @@ def test_live_bytes_are_those_of_explain(method, size, dtype, causal, monkeypatc
     extents = Extents(rows, rows, *shapes, q[0].dtype, kernels=False)
     own = next(c for c in candidates(extents, size) if c.method == method)
     for counted, told in ((forward, own.forward.taken), (gradient, own.backward.taken)):
-        assert 0.7 <= counted / told <= 1.01
+        assert 0.75 <= counted / told <= 1.01
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -150,8 +150,9 @@ def test_scratch_memory_is_that_of_explain(dtype, arch, causal):
     heads, heads_kv, dim, rows = 32, 8, 128, 1 << 16
     q, k = (np.broadcast_to(np.empty((1, 1, 1), dtype), (n, rows, dim)) for n in (heads, heads_kv))
     problem = describe(q, k, k, Options(causal=causal, enable_gqa=True))
-    chosen = choose(problem, hardware.typical(arch), of_any_arrays(problem), wanted=Wanted.of("qkv"))
-    fused = next((s for s in chosen if s.config.computes == "dqkv"), None)
+    access, wanted = of_any_arrays(problem), Wanted.of("qkv")
+    steps = choose(problem, hardware.typical(arch), access, wanted=wanted)
+    fused = next((s for s in steps if s.config.computes == "dqkv"), None)
     needed = Workspace.of(problem, True, fused and fused.config).size
     shapes = (heads, dim), (heads_kv, dim), (heads_kv, dim), (heads, dim)
     taken = [
