@@ -244,7 +244,8 @@ def checked_method(method: object) -> str:
 
 def table(found: Sequence[Candidate], size: int, tokens: int) -> list[str]:
     """A line for each method: MiB that a rank sends and takes, longest sequence that fits."""
-    heads = ("sent by a rank, MiB", "taken by a rank, MiB", f"tokens in {_MEMORY >> 30} GiB a rank")
+    fits = f"tokens in {_MEMORY >> 30} GiB a rank"
+    heads = "sent by a rank, MiB", "taken beside inputs, MiB", fits
     lines = [" " * 12 + "".join(f"{head:>26}" for head in heads)]
     lines.append(f"{'method':12}" + f"{'forward':>14}{'gradient':>12}" * 3)
     for c in found:
