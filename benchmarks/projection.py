@@ -6,9 +6,9 @@ A step computes with the keys of another group of ranks while the keys of the ne
 in the gradient, while float32 gradients are sent back. A step takes the longer of computation and
 transfer, plus a fixed time for launches and differences between ranks. ``usp`` exchanges heads
 within a host before and after all steps; in ``ring`` each rank is a group. Arguments are the speed
-of one GPU, the share of it that two ranks of a host keep, and the speeds of links. Defaults are
-measurements of two GPUs of one host (docs/distributed.md), and 45 GB/s for a 400 Gb/s network,
-which was not measured.
+of one GPU, the share of it that two ranks of a host keep, the speeds of links, and the fixed time.
+Defaults of the speed and of the share are measurements of H200; those of the links and of the fixed
+time are assumed. docs/distributed.md has a table of their sources.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Projected scaling of attention.")
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--per-host", type=int, default=8)
-    parser.add_argument("--tflops", type=float, nargs=2, default=(666.0, 515.0),
+    parser.add_argument("--tflops", type=float, nargs=2, default=(665.0, 515.0),
                         help="of one GPU, causal: forward, gradient")  # fmt: skip
     parser.add_argument("--kept", type=float, nargs=2, default=(0.94, 0.98),
                         help="shares of that in weak scaling")  # fmt: skip

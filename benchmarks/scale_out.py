@@ -7,9 +7,10 @@
 Weak scaling: each GPU has ``--tokens`` tokens, and its speed is compared with a one-GPU call with
 as many queries and keys, interleaved in one run. Strong scaling: one sequence of ``--total`` tokens
 on one GPU and on all. Efficiency and speed-up are medians of rounds. The longest sequence is
-doubled until memory or ``--longest-seconds`` ends it. The method `ring_flash_attention` is the
-schedule of a peer (`ring_peer.py`). ``--split`` divides the time of weak scaling into its parts
-(`rank_split.py`). `dead_rank.py` adds its figures to the same file.
+doubled until memory or ``--longest-seconds`` ends it; its `pool_bytes` are the most that CuPy's
+memory pool held on each GPU during the last call, with its inputs. The method
+`ring_flash_attention` is the schedule of a peer (`ring_peer.py`). ``--split`` divides the time of
+weak scaling into its parts (`rank_split.py`). `dead_rank.py` adds its figures to the same file.
 
 A run takes at most ``--seconds``. Cells that are already in the file are not run again, so the same
 command continues a run. Exit status 0: all cells are there; 3: run it again.
@@ -125,6 +126,19 @@ class Ranks:
         if self.xp is not np:
             self.each(lambda _: self.xp.cuda.get_current_stream().synchronize())
         self.comm.agree(dict.fromkeys(self.comm.ranks, b""))
+
+    def empty_pools(self) -> None:
+        """Give unused memory of CuPy's pool back, on each device."""
+        if self.xp is not np:
+            self.each(lambda _: self.xp.get_default_memory_pool().free_all_blocks())
+
+    def pool_bytes(self) -> list[int]:
+        """The most that CuPy's pool has held on each rank's device since it was emptied."""
+        if self.xp is np:
+            return []
+        own = self.each(lambda _: self.xp.get_default_memory_pool().total_bytes())
+        named = zip(self.comm.ranks, own, strict=True)
+        return list(map(int, self.comm.agree({rank: str(n).encode() for rank, n in named})))
 
     def slowest(self, seconds: float) -> float:
         """The largest value over all processes."""
@@ -253,6 +267,8 @@ def longest(ranks: Ranks, cell: Cell, most_seconds: float) -> dict[str, Any]:
         error = ""
         try:
             call = call_on_all(ranks, cell, total // ranks.comm.size)
+            ranks.synchronize()
+            ranks.empty_pools()  # of what made the inputs
             seconds = ranks.seconds(call, 1)
             if seconds < LONG:
                 seconds = ranks.seconds(call, 1)
@@ -261,7 +277,7 @@ def longest(ranks: Ranks, cell: Cell, most_seconds: float) -> dict[str, Any]:
         del call  # frees its arrays before larger ones are made
         if error:
             return found | {"ended_by": f"{error} at {total} tokens"}
-        found = {"tokens": total, "seconds": seconds}
+        found = {"tokens": total, "seconds": seconds, "pool_bytes": ranks.pool_bytes()}
         if 4.5 * seconds > most_seconds:
             return found | {"ended_by": f"the limit of {most_seconds:g} s"}
         total *= 2

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cuflash import distributed
-from cuflash.distributed._traffic import Extents, chosen
+from cuflash.distributed._traffic import Extents, candidates, chosen
 
 SHAPE = (8, 64, 16)
 
@@ -88,6 +89,26 @@ def test_the_longest_sequences_of_the_docs():
         assert told == cells.split(" | ")
 
 
+@pytest.mark.parametrize("heads_kv", [32, 8])
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_the_bytes_of_a_smaller_ring_of_the_docs(size, heads_kv):
+    heads, dim = 32, 128
+    q, kv, rows = heads * dim, 2 * heads_kv * dim, heads  # elements of a token
+    forward = 2 * (2 * q + kv) + 4 * rows + 4 * q + 2 * 2 * kv
+    gradient = forward + 2 * (2 * q + kv) + 4 * rows + 2 * 4 * kv
+    told = []
+    for kernels in (False, True):
+        extents = replace(of_heads(heads, heads_kv), kernels=kernels)
+        own = next(c for c in candidates(extents, size) if c.method == "ring")
+        told.append([(c.taken + c.held) * size / (1 << 20) for c in (own.forward, own.backward)])
+    (whole, without), (_, scratch) = told
+    part = 4 * (q + rows)
+    ratios = whole / forward, (whole - part) / forward, without / gradient, scratch / gradient
+    ranks = "2 ranks" if size == 2 else "4 and more"
+    row = f"| {heads} on {heads_kv}, {ranks} | {' | '.join(f'{r:.2f}' for r in ratios)} |"
+    assert row in (Path(__file__).parents[1] / "docs" / "distributed.md").read_text("utf-8")
+
+
 def test_several_hosts_exchange_heads_within_one():
     extents = Extents(64, 64, (8, 4), (8, 4), (8, 4), (8, 4), np.dtype(np.float32))
     own, _ = chosen("auto", extents, 8, None, per_host=4)
@@ -111,8 +132,8 @@ def of_heads(heads, heads_kv):
     ("extents", "size", "memory", "method"),
     [
         (of_heads(32, 32), 2, None, "ulysses"),
-        (of_heads(32, 32), 2, 53_248 << 20, "ulysses"),
-        (of_heads(32, 32), 2, (53_248 << 20) - 1, "all_gather"),
+        (of_heads(32, 32), 2, 65_536 << 20, "ulysses"),
+        (of_heads(32, 32), 2, (65_536 << 20) - 1, "all_gather"),
         (of_heads(32, 32), 2, 20_000 << 20, "all_gather"),  # only the forward of ulysses fits
         (of_heads(32, 8), 8, 0, "ulysses"),  # nothing fits, and it needs the least memory
         (of_heads(32, 2), 8, None, "ring"),  # it sends as many bytes as all_gather
@@ -120,6 +141,15 @@ def of_heads(heads, heads_kv):
 )
 def test_auto_takes_the_fewest_bytes_that_fit(extents, size, memory, method):
     assert chosen("auto", extents, size, memory)[0].method == method
+
+
+def test_auto_counts_results():
+    """A method whose buffers alone would fit is not taken."""
+    extents = of_heads(32, 8)
+    own, _ = chosen("auto", extents, 2, None)
+    results = (1 << 19) * (32 + 2 * 8) * 128 * 2
+    assert chosen("auto", extents, 2, own.taken)[0] == own
+    assert chosen("auto", extents, 2, own.taken - results)[0].method != own.method
 
 
 def test_auto_takes_what_fits():

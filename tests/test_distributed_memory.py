@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from cuflash import distributed
+from cuflash import Options, distributed
+from cuflash._launch.workspace import Workspace
+from cuflash._problem.problem import describe
+from cuflash._select import hardware
+from cuflash._select.access import of_any_arrays
+from cuflash._select.choose import Wanted, choose
 from cuflash.distributed import _parts
 from cuflash.distributed._communicator import Compute, Exchange, Wait, drive
 from cuflash.distributed._simulated import Simulated
@@ -66,7 +71,7 @@ class Counted(Simulated):
 
 
 def most_taken(comm, call, monkeypatch):
-    """Return the most bytes that rank 0 held at once beside its results, and the results."""
+    """Return the most bytes that rank 0 held at once beside its inputs, and the results."""
 
     def looking(whole):
         def run(*given, **named):
@@ -83,7 +88,7 @@ def most_taken(comm, call, monkeypatch):
     results = call()
     tracemalloc.stop()
     monkeypatch.undo()
-    return comm.most - sum(a.nbytes for a in results[0] if a is not None), results
+    return comm.most, results
 
 
 def test_what_is_counted(monkeypatch):
@@ -102,7 +107,7 @@ def test_what_is_counted(monkeypatch):
     def call():
         return drive(comm, {rank: schedule(rank) for rank in comm.ranks})
 
-    assert most_taken(comm, call, monkeypatch)[0] == 8800 - 808
+    assert most_taken(comm, call, monkeypatch)[0] == 8800
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -112,7 +117,7 @@ def test_what_is_counted(monkeypatch):
     [("all_gather", 4), ("ring", 2), ("ring", 4), ("ring", 8), ("ulysses", 4), ("usp", 8)],
 )
 def test_live_bytes_are_those_of_explain(method, size, dtype, causal, monkeypatch):
-    """A rank holds at most what explain says, and at least 70 % of it."""
+    """A rank holds at most what explain says without scratch memory, and at least 75 % of it."""
     heads, heads_kv, dim, rows = 16, 8, 32, 64 * size
     shapes = [(n, rows, dim) for n in (heads, heads_kv, heads_kv, heads)]
     rng = np.random.default_rng(0)
@@ -127,7 +132,37 @@ def test_live_bytes_are_those_of_explain(method, size, dtype, causal, monkeypatc
     gradient, _ = most_taken(
         comm, lambda: distributed.attention_backward(dout, q, k, v, outs, lses, **how), monkeypatch
     )
-    extents = Extents(rows, rows, (heads, dim), *[(heads_kv, dim)] * 2, (heads, dim), q[0].dtype)
+    shapes = (heads, dim), (heads_kv, dim), (heads_kv, dim), (heads, dim)
+    extents = Extents(rows, rows, *shapes, q[0].dtype, kernels=False)
     own = next(c for c in candidates(extents, size) if c.method == method)
     for counted, told in ((forward, own.forward.taken), (gradient, own.backward.taken)):
-        assert 0.7 <= counted / told <= 1.01
+        assert 0.75 <= counted / told <= 1.01
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("dtype", [bfloat16, np.float32, np.float64])
+def test_scratch_memory_is_that_of_explain(dtype, arch, causal):
+    """A long gradient takes at most the scratch memory that explain adds to a ring's buffers.
+
+    Hopper's kernels for 16 bits take all of it.
+    """
+    heads, heads_kv, dim, rows = 32, 8, 128, 1 << 16
+    q, k = (np.broadcast_to(np.empty((1, 1, 1), dtype), (n, rows, dim)) for n in (heads, heads_kv))
+    problem = describe(q, k, k, Options(causal=causal, enable_gqa=True))
+    access, wanted = of_any_arrays(problem), Wanted.of("qkv")
+    steps = choose(problem, hardware.typical(arch), access, wanted=wanted)
+    fused = next((s for s in steps if s.config.computes == "dqkv"), None)
+    needed = Workspace.of(problem, True, fused and fused.config).size
+    shapes = (heads, dim), (heads_kv, dim), (heads_kv, dim), (heads, dim)
+    taken = [
+        next(c for c in candidates(extents, 2) if c.method == "ring").backward.taken
+        for extents in (
+            Extents(2 * rows, 2 * rows, *shapes, problem.dtype, kernels=kernels)
+            for kernels in (False, True)
+        )
+    ]
+    told = taken[1] - taken[0]
+    assert needed <= 1.001 * told
+    if (dtype, arch) == (bfloat16, "sm_90"):
+        assert told <= needed

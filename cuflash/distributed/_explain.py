@@ -45,7 +45,7 @@ def explain(
     method : {"auto", "all_gather", "ring", "ulysses", "usp"}
         As in :func:`attention`.
     memory : int, optional
-        Bytes that each rank can use beside inputs and results.
+        Bytes that each rank can use beside inputs, for results, buffers and scratch memory.
     ranks_per_host : int, optional
         For ranks on several hosts; must divide ``size``.
     options, axes, **score_options

@@ -1,9 +1,9 @@
 """How many bytes does each method move, how much memory does it take, and which one is chosen?
 
 Bytes are counted over all ranks that send. With a causal or window bound the ring sends
-fewer gradients. The memory of a rank is the peak beside inputs and results. It does not grow with
-the number of ranks, except for a method that collects the keys of all ranks. docs/distributed.md
-has the formulas in words.
+fewer gradients. The memory of a rank is the peak beside its inputs: results, buffers, and scratch
+memory of a kernel. It does not grow with the number of ranks, except for a method that collects
+the keys of all ranks. docs/distributed.md has the formulas in words.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Extents:
     out: tuple[int, ...]
     dtype: np.dtype
     by_pair: tuple[str, ...] = ()  # options that hold a value for each query and key
+    kernels: bool = True  # False: the CPU path, which takes no scratch memory
     #: With dropout on GPUs: each rank's queries, and its keys.
     drawn: tuple[tuple[Chunks, ...], tuple[Chunks, ...]] | None = None
 
@@ -86,8 +87,8 @@ class Cost(NamedTuple):
     """Bytes of a forward or of a gradient."""
 
     sent: int = 0  # by all ranks
-    taken: int = 0  # by a rank, beside its inputs and results
-    held: int = 0  # by the inputs and results of a rank
+    taken: int = 0  # by a rank, beside its inputs
+    held: int = 0  # by the inputs of a rank
 
 
 _NOTHING = Cost()
@@ -108,9 +109,14 @@ class Candidate:
         """Bytes that all ranks send in a forward and its gradient."""
         return self.forward.sent + self.backward.sent
 
+    @property
+    def taken(self) -> int:
+        """Bytes that a rank takes beside inputs, in the forward or in its gradient."""
+        return max(self.forward.taken, self.backward.taken)
+
 
 class _Rank(NamedTuple):
-    """Elements of a rank's arrays; bytes of an element (e) and of an element of sums (f)."""
+    """Elements of a rank's arrays; bytes of an element (e), of one of sums (f), of a workspace."""
 
     q: float
     kv: float
@@ -118,6 +124,7 @@ class _Rank(NamedTuple):
     lse: float
     e: int
     f: int
+    workspace: float  # of a gradient of all queries of the rank
 
     @classmethod
     def of(cls, extents: Extents, size: int) -> _Rank:
@@ -125,13 +132,16 @@ class _Rank(NamedTuple):
         m, n = extents.seqlen_q / size, extents.seqlen_k / size
         q, k, v, out = (math.prod(a) for a in (extents.q, extents.k, extents.v, extents.out))
         rows, e = m * math.prod(extents.out[:-1]), extents.dtype.itemsize
-        return cls(m * q, n * (k + v), m * out, rows, e, arithmetic(extents.dtype).itemsize)
+        f = arithmetic(extents.dtype).itemsize
+        # Hopper's kernels for 16 bits add dq in float32; all keep lse and delta of each row. Causal
+        # calls of at most some thousand rows take up to twice as much.
+        workspace = (m * q * (e == 2) + 2 * rows) * f * extents.kernels
+        return cls(m * q, n * (k + v), m * out, rows, e, f, workspace)
 
     def costs(self, sent: tuple[float, float], taken: tuple[float, float]) -> tuple[Cost, Cost]:
         """Costs of the forward and of the gradient."""
         inputs = (self.q + self.kv) * self.e
-        saved = self.out * self.e + self.lse * self.f
-        held = inputs + saved, 2 * inputs + saved + self.out * self.e
+        held = inputs, inputs + 2 * self.out * self.e + self.lse * self.f
         forward, backward = zip(sent, taken, held, strict=True)
         return Cost(*map(round, forward)), Cost(*map(round, backward))
 
@@ -147,7 +157,9 @@ def _all_gather(extents: Extents, size: int) -> Candidate:
     moved, back = (size * (size - 1) * own.kv * each for each in (e, f))
     # Forward: keys and values of all ranks, of two stages. The gradient adds dk and dv, one part of
     # them, those being sent and those received, and dq of two stages.
-    forward, backward = slots * kv * e, kv * (slots * e + 4 * f) + slots * own.q / stages * f
+    forward = slots * kv * e + own.out * e + own.lse * f
+    backward = kv * (slots * e + 4 * f) + slots * own.q / stages * f + own.workspace / stages
+    backward += (own.q + own.kv) * e
     return Candidate("all_gather", 0, "", *own.costs((moved, moved + back), (forward, backward)))
 
 
@@ -169,15 +181,18 @@ def _two_level(method: str, extents: Extents, size: int, across: int) -> Candida
     slots = min(ring - 1, 2) * kv * e
     collected = (q + kv) * e * exchanges
     sums = slots + ((e < f) * o * f + (o + rows) * f if ring > 1 else 0)
-    forward = (2 - 1 / across) * collected, collected + sums, 3 * (o * e + rows * f) * exchanges
+    results = o * e + rows * f
+    forward = (
+        (2 - 1 / across) * collected, collected + sums + results, (1 + 3 * exchanges) * results
+    )  # fmt: skip
     # The gradient holds dq from own keys, dq from other keys and one part; and dk and dv from own
     # queries, one part, those being sent, those received and their sum.
     collected += (2 * o * e + rows * f) * exchanges
     sums = slots + min(ring, 3) * q * f + (1 if ring == 1 else min(ring + 1, 5)) * kv * f
     backward = (
         (2 - 1 / across) * collected,
-        collected + sums - (q + own.kv) * e,
-        (3 * q * e + 2 * kv * f + own.kv * (f - e)) * exchanges,
+        collected + sums + own.workspace,
+        (4 * q * e + 2 * kv * f + own.kv * f) * exchanges,
     )
     taken = max(forward), max(backward)
     return Candidate(method, across, "", *own.costs((size * sent, size * sent_back), taken))
@@ -203,9 +218,9 @@ def chosen(
 ) -> tuple[Candidate, str]:
     """The way to run a call, and the reason as text.
 
-    On one host: of the methods that fit into memory, the one that sends the fewest bytes in forward
-    and gradient. Among equals the ring is preferred: its calls are few and large. On several hosts:
-    usp, where heads are exchanged within a host, else ring.
+    On one host: of the methods whose forward and gradient fit into ``memory`` beside their inputs,
+    the one that sends the fewest bytes in both. Among equals the ring is preferred: its calls are
+    few and large. On several hosts: usp, where heads are exchanged within a host, else ring.
     """
     found = candidates(extents, size, per_host)
     able = [c for c in found if not c.refusal]
@@ -223,9 +238,9 @@ def chosen(
         text = "several hosts: heads are exchanged within a host, or keys go round all ranks"
         return own[0], text
     able = [c for c in able if c.method != "usp"] or able
-    enough = [c for c in able if memory is None or c.backward.taken <= memory]
+    enough = [c for c in able if memory is None or c.taken <= memory]
     if not enough:
-        return min(able, key=lambda c: c.backward.taken), "no method fits: it takes least memory"
+        return min(able, key=lambda c: c.taken), "no method fits: it takes least memory"
     return (
         min(enough, key=lambda c: (c.sent, c.method != "ring")),
         "the fewest bytes of the methods that fit into memory",
@@ -244,7 +259,8 @@ def checked_method(method: object) -> str:
 
 def table(found: Sequence[Candidate], size: int, tokens: int) -> list[str]:
     """A line for each method: MiB that a rank sends and takes, longest sequence that fits."""
-    heads = ("sent by a rank, MiB", "taken by a rank, MiB", f"tokens in {_MEMORY >> 30} GiB a rank")
+    fits = f"tokens in {_MEMORY >> 30} GiB a rank"
+    heads = "sent by a rank, MiB", "taken beside inputs, MiB", fits
     lines = [" " * 12 + "".join(f"{head:>26}" for head in heads)]
     lines.append(f"{'method':12}" + f"{'forward':>14}{'gradient':>12}" * 3)
     for c in found:
