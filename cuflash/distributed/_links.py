@@ -250,10 +250,11 @@ class _Meeting:
     def join(self, address: tuple[str, int]) -> None:
         """Other ranks: report to rank 0, connect to lower ranks, accept higher ranks."""
         first = self.links[0] = self._connected(0, address)
-        host, hello = first.getsockname()[0], {"rank": self._rank, "size": self._size}
-        hello |= {"software": self._software, "left": self._deadline.left}
+        host = first.getsockname()[0]
+        hello = {"rank": self._rank, "size": self._size, "software": self._software}
         with self._door((host, 0)) as door:
-            _tell(first, hello | {"host": host, "port": door.port}, self._deadline)
+            place = {"host": host, "port": door.port, "left": self._deadline.left}
+            _tell(first, hello | place, self._deadline)
             until = Deadline(self._deadline.left + _GRACE)  # rank 0 tells at the deadline
             try:
                 (length,) = _HELLO.unpack(_exactly(first, _HELLO.size, until))

@@ -232,5 +232,6 @@ def _blame(control: Processes, error: BaseException) -> None:
     """Raise for an error of this rank while NCCL starts; another rank may be its reason."""
     if isinstance(error, Exception) and not isinstance(error, CommunicationError):
         control.require_all(_PATIENCE)
-        control.fail(control.rank, f"NCCL did not start on rank {control.rank}: {error}")
-        control.check()
+        text = f"NCCL did not start on rank {control.rank}: {error}"
+        control.fail(control.rank, text)
+        raise CommunicationError(text, control.rank) from error
