@@ -82,6 +82,27 @@ def leaves(comm):
     rounds(comm)
 
 
+def exits(comm):
+    """Leave without a call of close, rank 1 later than the others."""
+    q = distributed.shard(arrays()[0], comm=comm)
+    distributed.attention(q, q, q, comm=comm)
+    time.sleep(comm.rank % 2)
+    print("exits", time.time(), flush=True)
+
+
+class Uncaught(BaseException):
+    """What :func:`main` does not catch."""
+
+
+def ends(comm):
+    """Raise on one rank, between calls, what ends its process."""
+
+    def end():
+        raise Uncaught("rank 1 ends")
+
+    rounds(comm, 1, end)
+
+
 def forks(comm):
     """Use and close the communicator in a child of rank 1, which lives on; the parent goes on."""
     q = distributed.shard(arrays()[0], comm=comm)

@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from cuflash import distributed
 from cuflash.distributed import _launchers, _links, _processes
 from cuflash.distributed._communicator import Compute, Exchange, Wait, drive
+from support.shards import in_threads
 
 LIMITS = {"op_timeout": 5.0, "liveness_timeout": 5.0}
 
@@ -24,7 +26,7 @@ def test_who_does_not_answer_has_no_wrong_secret():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = silent.getsockname()
         with pytest.raises(distributed.CommunicationError, match="rank 0 did not answer") as found:
-            _links.joined(1, 2, address, b"a secret", 0.3)
+            _links.joined(1, 2, address, b"a secret", 0.3, {})
     assert (type(found.value), found.value.rank) == (distributed.CommunicationError, 0)
 
 
@@ -40,7 +42,7 @@ def test_a_rank_0_without_the_secret_is_refused():
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=answer, daemon=True).start()
     with pytest.raises(_links.WrongSecretError, match="rank 0 does not know the secret"):
-        _links.joined(1, 2, listener.getsockname(), b"a secret", 5.0)
+        _links.joined(1, 2, listener.getsockname(), b"a secret", 5.0, {})
 
 
 def meeting(size, ranks, timeout=20.0):
@@ -49,7 +51,7 @@ def meeting(size, ranks, timeout=20.0):
 
     def join(rank):
         try:
-            links = _links.joined(rank, size, address, b"a secret", timeout)
+            links = _links.joined(rank, size, address, b"a secret", timeout, {})
         except distributed.CommunicationError as error:
             found.append(str(error))
             return
@@ -124,7 +126,7 @@ def test_bytes_that_come_one_by_one_do_not_put_off_the_deadline(rank):
     thread.start()
     begin = time.monotonic()
     with pytest.raises(distributed.CommunicationError, match="in time") as found:
-        _links.joined(rank, 2, address, b"a secret", 1.0)
+        _links.joined(rank, 2, address, b"a secret", 1.0, {})
     assert time.monotonic() - begin < 4  # 64 bytes would take 6 seconds
     assert found.value.rank == 1 - rank
     ended.set()
@@ -203,7 +205,7 @@ def test_strangers_in_any_number_do_not_keep_ranks_out(monkeypatch):
 
 @pytest.mark.parametrize("size", [2, 2048, 65536])
 def test_where_all_ranks_are_fits_into_a_message(size):
-    meeting = _links._Meeting(1, size, b"a secret", _links.Deadline(5.0))
+    meeting = _links._Meeting(1, size, b"a secret", _links.Deadline(5.0), {})
     host = "fe80:1111:2222:3333:4444:5555:6666:7777%ethernet0"
     of_one = json.dumps({str(size - 1): [host, 65535]})
     assert meeting._checked(len('{"places": {}}') + size * len(of_one))
@@ -219,6 +221,76 @@ def test_two_ranks_of_one_number():
         thread.join(30)
     assert len(found) == 3
     assert all("rank 1 joined twice, or is not one of 3 ranks" in text for text in found), found
+
+
+def errors_of(size, ranks, timeouts, software):
+    """Return the errors of ranks that join, each with its own timeout and software."""
+    address, errors = ("127.0.0.1", _launchers.free_port()), {}
+
+    def join(rank):
+        try:
+            _links.joined(rank, size, address, b"a secret", timeouts[rank], software[rank])
+        except distributed.CommunicationError as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [errors.get(rank) for rank in ranks]
+
+
+@pytest.mark.parametrize("first", [1.0, 20.0])
+def test_all_waiting_ranks_learn_which_ranks_are_missing(first):
+    """Also where another rank than rank 0 has to give up first."""
+    begin = time.monotonic()
+    errors = errors_of(5, [0, 2, 4], [first, 0, 20.0, 0, 1.2], [{}] * 5)
+    assert time.monotonic() - begin < 5
+    for error in errors:
+        assert str(error) == "ranks that did not connect in time: 1, 3"
+        assert error.rank == 1
+
+
+def test_a_rank_0_that_ends_while_others_wait_is_named(monkeypatch):
+    def leave(self, door):
+        accepted(self, door)[0].close()
+        raise KeyboardInterrupt
+
+    accepted = _links._Meeting._accepted
+    monkeypatch.setattr(_links._Meeting, "_accepted", leave)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    _, error = errors_of(3, [0, 1], [10.0] * 3, [{}] * 3)
+    assert str(error).startswith("rank 1 waited, but rank 0 did not say where other ranks are")
+    assert error.rank == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "got"),
+    [
+        ("cuflash", ("0.2.0", "0.3.0", "0.2.0", "0.3.0"), "0.3.0 on ranks 1, 3"),
+        ("cuflash", ("0.2.0", "0.3.0", "0.2.1", "0.2.0"), "0.3.0 on rank 1, 0.2.1 on rank 2"),
+        ("transport", ("0.2.0", None, "0.2.0", "0.2.0"), "None on rank 1"),
+    ],
+)
+def test_ranks_of_different_software_are_told_what_differs_and_where(name, values, got):
+    software = [{"alike": "1"} | ({name: value} if value else {}) for value in values]
+    errors = errors_of(4, range(4), [10.0] * 4, software)
+    assert [str(error) for error in errors] == [
+        f"{name}: got {got}, expected 0.2.0 as on rank 0; "
+        "connect all ranks with the same versions and transport"
+    ] * 4
+
+
+def test_ranks_of_different_transports_are_told(monkeypatch):
+    """A rank over NCCL and one over sockets: both raise when they connect."""
+    cupy = types.SimpleNamespace(__version__="14.0.1")
+    monkeypatch.setattr(_launchers, "_require_nccl", lambda: cupy)
+    nccl = types.SimpleNamespace(get_version=lambda: 22707)
+    monkeypatch.setattr(_launchers, "nccl_module", lambda: nccl)
+    for error in in_threads(2, lambda comm: None, transport=["nccl", "host"]):
+        assert isinstance(error, distributed.CommunicationError)
+        assert str(error).startswith("transport: got host on rank 1, expected nccl as on rank 0")
 
 
 @pytest.fixture

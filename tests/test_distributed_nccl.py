@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import socket
 import threading
 import time
 import types
@@ -172,19 +174,108 @@ def test_a_call_that_raises_on_one_rank_frees_the_gpus_of_all(fake):
 
 def test_a_rank_that_fails_while_nccl_begins_frees_its_gpu(fake, monkeypatch):
     """A failure while NCCL initialises frees the GPU, though ``on_failure`` is not set yet."""
-    controls, begin = {}, _nccl._initialised
+    begin = _nccl._initialised
 
-    def failing(size, identity, rank, *limits):
-        controls[rank].fail(1, "rank 1 is gone")
-        return begin(size, identity, rank, *limits)
+    def failing(control, *given):
+        control.fail(1, "rank 1 is gone")
+        return begin(control, *given)
 
-    monkeypatch.setattr(
-        _nccl, "_refuse_shared_gpus", lambda control, _: controls.update({control.rank: control})
-    )
     monkeypatch.setattr(_nccl, "_initialised", failing)
     for error in of_two_ranks(lambda rank, comm: None):
         assert "rank 1 is gone" in str(error)
     assert sorted(fake.log) == [("abort", 0), ("abort", 1)]
+
+
+def while_nccl_starts(fake, monkeypatch, act, **how):
+    """Return the errors of three ranks, and seconds: NCCL starts on none, as rank 1 acts."""
+    controls, ended = {}, threading.Event()
+
+    def start(size, identity, rank):
+        if rank == 1:
+            act(controls[rank])
+        ended.wait(20)  # as NCCL, for all ranks
+        raise AssertionError("too late")
+
+    nccl = types.SimpleNamespace(**vars(fake.nccl) | {"NcclCommunicator": start})
+    monkeypatch.setattr(_nccl, "nccl_module", lambda: nccl)
+    monkeypatch.setattr(
+        _nccl, "_refuse_shared_gpus", lambda control, _: controls.update({control.rank: control})
+    )
+    begin = time.monotonic()
+    try:
+        errors = in_threads(3, lambda comm: None, transport="nccl", device=[0, 1, 2], **how)
+    finally:
+        ended.set()
+    return errors, time.monotonic() - begin
+
+
+def dies(control):
+    for link in control._links.values():
+        with contextlib.suppress(OSError):  # the other end has ended it
+            link.shutdown(socket.SHUT_RDWR)
+
+
+def no_memory(control):
+    raise MemoryError("no memory is left")
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        (dies, "rank 1 died: its connection to rank"),
+        (lambda control: control.close(), "rank 1 has left before all ranks were ready"),
+        (no_memory, "NCCL did not start on rank 1: no memory is left"),
+    ],
+    ids=["dies", "leaves", "raises"],
+)
+def test_a_rank_that_fails_while_nccl_starts_is_named_on_all_survivors(
+    fake, monkeypatch, act, text
+):
+    (first, _, last), seconds = while_nccl_starts(fake, monkeypatch, act)
+    for error in (first, last):
+        assert isinstance(error, distributed.CommunicationError)
+        assert (error.rank, str(error)[: len(text)]) == (1, text)
+    assert seconds < 5
+
+
+def test_no_rank_is_named_where_nccl_does_not_start_in_time(fake, monkeypatch):
+    errors, seconds = while_nccl_starts(fake, monkeypatch, lambda _: None, init_timeout=1.0)
+    for error in errors:
+        assert "NCCL did not start within 1 s on rank" in str(error)
+        assert error.rank is None
+    assert seconds < 5
+
+
+def test_an_error_of_nccl_because_of_a_dead_rank_names_the_dead_rank(fake, monkeypatch):
+    """NCCL may see that a rank is dead before the socket's reader does."""
+
+    def failing(control, _):
+        if control.rank == 1:
+            threading.Timer(0.3, dies, [control]).start()
+            time.sleep(1)
+        raise RuntimeError("ncclRemoteError")
+
+    monkeypatch.setattr(_nccl.Nccl, "_warm_up", lambda comm: failing(comm.control, None))
+    first, _ = of_two_ranks(lambda rank, comm: None)
+    assert (first.rank, str(first)) == (1, "rank 1 died: its connection to rank 0 ended")
+
+
+@pytest.mark.parametrize(
+    ("name", "cupy", "nccl"),
+    [("NCCL", ("14.0.1", "14.0.1"), (22707, 22809)), ("CuPy", ("14.0.1", "13.6.0"), (1, 1))],
+)
+def test_ranks_with_another_nccl_or_cupy_are_refused(fake, monkeypatch, name, cupy, nccl):
+    """Both ranks name what differs, and where, before anything is done on a GPU."""
+    of_cupy, of_nccl = (iter(versions) for versions in (cupy, nccl))
+    numbers = types.SimpleNamespace(get_version=lambda: next(of_nccl))
+    monkeypatch.setattr(_launchers, "nccl_module", lambda: numbers)
+    monkeypatch.setattr(
+        _launchers, "_require_nccl", lambda: types.SimpleNamespace(__version__=next(of_cupy))
+    )
+    first, second = map(str, of_two_ranks(lambda rank, comm: None))
+    assert first == second
+    assert re.match(rf"{name}: got \S+ on rank 1, expected \S+ as on rank 0; connect all", first)
+    assert not fake.log
 
 
 @pytest.mark.parametrize("other", [3, 7])

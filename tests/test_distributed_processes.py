@@ -116,7 +116,7 @@ def test_a_missing_rank_is_named():
     assert (kind, rank) == ("CommunicationError", "1")
     assert "ranks that did not connect in time: 1" in text
     assert seconds < 4
-    assert raised(lines[2])[0] == "CommunicationError"
+    assert raised(lines[2])[:3] == (kind, rank, text)
     assert time.monotonic() - began < 20
 
 
@@ -129,6 +129,24 @@ def test_a_wrong_secret_is_refused():
     assert (
         "ranks that did not connect in time: 1; 1 connections were refused" in raised(lines[0])[2]
     )
+
+
+def test_processes_exit_without_close():
+    """Threads and connections of a communicator that is not closed do not keep a process."""
+    for rank, lines in told(started("exits", 3)).items():
+        assert time.time() - float(lines[0].split()[1]) < 10, rank
+
+
+def test_a_rank_that_raises_and_ends_ends_the_others():
+    processes = started("ends", 3)
+    failing = processes.pop(1)
+    for lines in told(processes).values():
+        kind, rank, text, seconds = raised(lines)
+        assert (kind, rank) == ("CommunicationError", "1"), text
+        assert seconds < 5
+    _, errors = failing.communicate(timeout=20)
+    assert failing.returncode == 1
+    assert errors.endswith("Uncaught: rank 1 ends\n")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

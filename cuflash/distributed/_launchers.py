@@ -9,11 +9,12 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from cuflash import __version__
 from cuflash._arrays import imported_cupy
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import finite
 from cuflash._problem.foreign_keywords import explain_unknown_keywords
-from cuflash.distributed._communicator import Communicator
+from cuflash.distributed._communicator import CommunicationError, Communicator
 from cuflash.distributed._copies import Peers, are_peers
 from cuflash.distributed._gpus import devices_of
 from cuflash.distributed._layout import counted, counted_rank
@@ -71,7 +72,8 @@ def connect(
     TypeError, ValueError
         For an invalid rank, an address without a port, or a missing secret.
     CommunicationError
-        If a rank does not connect in time, has another secret, or shares a GPU with another rank.
+        If a rank does not connect in time, has another secret, version of cuflash, CuPy or NCCL, or
+        transport, shares a GPU with another rank, or fails or leaves while NCCL starts.
 
     Examples
     --------
@@ -90,15 +92,20 @@ def connect(
         "op_timeout": _seconds("op_timeout", op_timeout),
         "liveness_timeout": _seconds("liveness_timeout", liveness_timeout),
     }
+    software = {"cuflash": __version__, "transport": transport}
     if transport == "nccl":
-        _require_nccl()
-    links = joined(rank, size, place, known, to_join)
+        software["CuPy"] = _require_nccl().__version__
+        software["NCCL"] = str(nccl_module().get_version())
+    links = joined(rank, size, place, known, to_join, software)
     control = Processes(rank, size, links, **limits)
     if transport == "host":
         return control
     try:
         return _over_nccl(control, device, to_join)
-    except BaseException:
+    except BaseException as error:
+        if not isinstance(error, CommunicationError):
+            text = f"rank {rank} raised while NCCL started: {type(error).__name__}: {error}"
+            control.fail(rank, text)
         control.close()
         raise
 

@@ -2,7 +2,8 @@
 
 Rank 0 listens at an address that all ranks know. The others connect to it, send the address where
 they listen themselves, and receive the table of all addresses. Then each rank connects to the ranks
-below it. Before anything else is read, both ends of a connection prove that they know the secret,
+below it. If ranks are missing or have other software, rank 0 tells all others, so that all raise
+the same. Before anything else is read, both ends of a connection prove that they know the secret,
 by HMAC-SHA256 of the other end's random challenge. Nothing is unpickled. Every step has a deadline,
 however slowly bytes arrive, and a stranger's connection delays no other.
 """
@@ -18,7 +19,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 from cuflash.distributed._communicator import CommunicationError
@@ -27,6 +28,8 @@ _CHALLENGE = _PROOF = 32  # bytes
 _HELLO = struct.Struct("!I")
 _MOST = 1 << 9  # bytes for each rank, in a message of addresses
 _RETRY = 0.05
+_GRACE = 0.5  # seconds after the deadline in which rank 0 tells the others who is missing
+_FOREVER = float("inf")
 _STRANGER = 5.0  # seconds in which a connection has to prove that it knows the secret
 _STRANGERS = 64  # so many connections beside one for each rank may be open without a proof
 
@@ -47,6 +50,10 @@ class Deadline:
         """Whether it has passed."""
         return time.monotonic() >= self._end
 
+    def shorten(self, seconds: float) -> None:
+        """Let it pass after this time, if it would pass later."""
+        self._end = min(self._end, time.monotonic() + seconds)
+
 
 #: Yields the number of bytes to read next and their deadline; returns the other end's hello.
 _Greeting = Generator[tuple[int, Deadline], bytes, dict[str, Any]]
@@ -57,12 +64,20 @@ class WrongSecretError(CommunicationError):
 
 
 def joined(
-    rank: int, size: int, address: tuple[str, int], secret: bytes, timeout: float
+    rank: int,
+    size: int,
+    address: tuple[str, int],
+    secret: bytes,
+    timeout: float,
+    software: Mapping[str, str],
 ) -> dict[int, socket.socket]:
-    """Connections to all other ranks, by rank; a single rank needs no port."""
+    """Connections to all other ranks, by rank; a single rank needs no port.
+
+    If ranks differ in ``software``, names and versions, all of them raise.
+    """
     if size == 1:
         return {}
-    meeting = _Meeting(rank, size, secret, Deadline(timeout))
+    meeting = _Meeting(rank, size, secret, Deadline(timeout), software)
     try:
         if rank == 0:
             meeting.gather_all(address)
@@ -193,46 +208,62 @@ class _Door:
 class _Meeting:
     """One rank while the ranks connect to each other."""
 
-    def __init__(self, rank: int, size: int, secret: bytes, deadline: Deadline) -> None:
+    def __init__(
+        self, rank: int, size: int, secret: bytes, deadline: Deadline, software: Mapping[str, str]
+    ) -> None:
         self._rank, self._size, self._secret, self._deadline = rank, size, secret, deadline
+        self._software = dict(software)
         self.links: dict[int, socket.socket] = {}
 
     def gather_all(self, address: tuple[str, int]) -> None:
         """Rank 0: accept all other ranks, then send everyone the addresses."""
         places: dict[str, Any] = {}
+        software = {0: self._software}
         size = self._size
         with self._door(address) as door:
             while len(self.links) < size - 1:
-                link, found = self._accepted(door)
+                try:
+                    link, found = self._accepted(door)
+                except CommunicationError as error:
+                    self._tell_all({"error": str(error), "rank": error.rank})
+                    raise
                 other, problem = found.get("rank"), ""
                 if found.get("size") != size:
                     problem = f"rank {other} got size {found.get('size')}, rank 0 got size {size}"
                 elif not isinstance(other, int) or not 0 < other < size or other in self.links:
                     problem = f"rank {other} joined twice, or is not one of {size} ranks"
                 if problem or other is None:
-                    for known in (link, *self.links.values()):
-                        _tell(known, {"error": problem}, self._deadline)
+                    _tell(link, {"error": problem}, self._deadline)
+                    self._tell_all({"error": problem})
                     link.close()
                     raise CommunicationError(problem)
                 self.links[other] = link
                 places[str(other)] = [found["host"], found["port"]]
-        for link in self.links.values():
-            _tell(link, {"places": places}, self._deadline)
+                software[other] = found.get("software", {})
+                # When the first of the ranks has to give up, all learn which ranks are missing.
+                self._deadline.shorten(found.get("left", _FOREVER))
+        problem = _difference(software)
+        self._tell_all({"error": problem} if problem else {"places": places})
+        if problem:
+            raise CommunicationError(problem)
 
     def join(self, address: tuple[str, int]) -> None:
         """Other ranks: report to rank 0, connect to lower ranks, accept higher ranks."""
         first = self.links[0] = self._connected(0, address)
-        host, hello = first.getsockname()[0], {"rank": self._rank, "size": self._size}
+        host = first.getsockname()[0]
+        hello = {"rank": self._rank, "size": self._size, "software": self._software}
         with self._door((host, 0)) as door:
-            _tell(first, hello | {"host": host, "port": door.port}, self._deadline)
+            place = {"host": host, "port": door.port, "left": self._deadline.left}
+            _tell(first, hello | place, self._deadline)
+            until = Deadline(self._deadline.left + _GRACE)  # rank 0 tells at the deadline
             try:
-                (length,) = _HELLO.unpack(_exactly(first, _HELLO.size, self._deadline))
-                found = _message(_exactly(first, self._checked(length), self._deadline))
+                (length,) = _HELLO.unpack(_exactly(first, _HELLO.size, until))
+                found = _message(_exactly(first, self._checked(length), until))
             except OSError as error:
-                text = f"rank {self._rank} waited, but not all other ranks connected"
-                raise CommunicationError(text) from error
+                text = f"rank {self._rank} waited, but rank 0 did not say where other ranks are"
+                raise CommunicationError(f"{text} ({error})", 0) from error
             if "error" in found:
-                raise CommunicationError(found["error"])
+                raise CommunicationError(found["error"], found.get("rank"))
             for other in range(1, self._rank):
                 host, port = found["places"][str(other)]
                 self.links[other] = self._connected(other, (host, port))
@@ -240,6 +271,11 @@ class _Meeting:
             while len(self.links) < self._size - 1:
                 link, theirs = self._accepted(door)
                 self.links[theirs["rank"]] = link
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        """Rank 0: send a small message to all ranks that have connected."""
+        for link in self.links.values():
+            _tell(link, message, self._deadline)
 
     @contextlib.contextmanager
     def _door(self, address: tuple[str, int]) -> Iterator[_Door]:
@@ -361,6 +397,21 @@ def _tell(link: socket.socket, message: dict[str, Any], deadline: Deadline) -> N
     link.settimeout(deadline.left)  # for all bytes together
     with contextlib.suppress(OSError):
         link.sendall(_HELLO.pack(len(text)) + text)
+
+
+def _difference(software: Mapping[int, Mapping[str, str]]) -> str:
+    """What differs first between rank 0 and other ranks, and on which ranks; "" if nothing does."""
+    for name in dict.fromkeys(name for own in software.values() for name in own):
+        ranks: dict[str | None, list[str]] = {}
+        for rank in sorted(software):
+            ranks.setdefault(software[rank].get(name), []).append(str(rank))
+        expected = software[0].get(name)
+        del ranks[expected]
+        if ranks:
+            got = (f"{v} on rank{'s'[: len(r) - 1]} {', '.join(r)}" for v, r in ranks.items())
+            alike = "connect all ranks with the same versions and transport"
+            return f"{name}: got {', '.join(got)}, expected {expected} as on rank 0; {alike}"
+    return ""
 
 
 def _message(text: bytes) -> dict[str, Any]:

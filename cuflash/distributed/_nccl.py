@@ -19,9 +19,11 @@ import numpy as np
 from cuflash._arrays import Array, imported_cupy
 from cuflash.distributed._communicator import CommunicationError, Exchange
 from cuflash.distributed._gpus import Begun, Devices, Gpu
+from cuflash.distributed._links import Deadline
 from cuflash.distributed._processes import Processes
 
 _LOOK = 0.1  # seconds between checks of exchanges that have begun
+_PATIENCE = 1.0  # seconds in which a rank that failed while NCCL starts shows, to be named first
 
 
 def nccl_module() -> Any:
@@ -113,7 +115,7 @@ class Nccl(NcclDevices):
         cupy.cuda.Device(device).use()
         identity = nccl_module().get_unique_id() if self.rank == 0 else b""
         identity = control.agree({self.rank: bytes(identity)})[0]
-        nccl = _initialised(control.size, identity, self.rank, device, init_timeout)
+        nccl = _initialised(control, identity, device, init_timeout)
         self._gpu = _Gpu(device, nccl)
         super().__init__({self.rank: self._gpu}, control.size, self.rank)
         self._begun: deque[_Awaited] = deque()  # holds no arrays, which may be freed earlier
@@ -122,8 +124,9 @@ class Nccl(NcclDevices):
         threading.Thread(target=self._look, name="cuflash looks at NCCL", daemon=True).start()
         try:
             self._warm_up()
-        except BaseException:
+        except BaseException as error:
             self._abort()  # a rank may have failed before on_failure was set
+            _blame(control, error)
             raise
 
     def agree(self, facts: Mapping[int, bytes]) -> list[bytes]:
@@ -199,23 +202,36 @@ def _refuse_shared_gpus(control: Processes, device: int) -> None:
             raise CommunicationError(f"ranks {first} and {rank} share GPU {other}", rank)
 
 
-def _initialised(size: int, identity: bytes, rank: int, device: int, timeout: float) -> Any:
-    """Make NCCL's communicator in a thread, because NCCL waits for all ranks without a timeout."""
+def _initialised(control: Processes, identity: bytes, device: int, timeout: float) -> Any:
+    """Make NCCL's communicator in a thread: NCCL waits for all ranks, also for one that is dead."""
     cupy, found = imported_cupy(), []
 
     def make() -> None:
-        cupy.cuda.Device(device).use()
         try:
-            found.append(nccl_module().NcclCommunicator(size, identity, rank))
+            cupy.cuda.Device(device).use()
+            found.append(nccl_module().NcclCommunicator(control.size, identity, control.rank))
         except Exception as error:
             found.append(error)
 
     thread = threading.Thread(target=make, name="cuflash begins NCCL", daemon=True)
     thread.start()
-    thread.join(timeout)
-    if not found:
-        raise CommunicationError(f"NCCL did not start within {timeout:g} s on rank {rank}", rank)
+    deadline = Deadline(timeout)
+    while not found:
+        thread.join(min(_LOOK, deadline.left))
+        if not found:
+            control.require_all()
+            if deadline.over:  # any rank may be the reason
+                text = f"NCCL did not start within {timeout:g} s on rank {control.rank}"
+                control.fail(None, text)
     if isinstance(found[0], Exception):
-        text = f"NCCL did not start on rank {rank}: {found[0]}"
-        raise CommunicationError(text, rank) from found[0]
+        _blame(control, found[0])
     return found[0]
+
+
+def _blame(control: Processes, error: BaseException) -> None:
+    """Raise for an error of this rank while NCCL starts; another rank may be its reason."""
+    if isinstance(error, Exception) and not isinstance(error, CommunicationError):
+        control.require_all(_PATIENCE)
+        text = f"NCCL did not start on rank {control.rank}: {error}"
+        control.fail(control.rank, text)
+        raise CommunicationError(text, control.rank) from error

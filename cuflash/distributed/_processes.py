@@ -136,6 +136,19 @@ class Processes(Communicator):
         if self._closed:
             raise CommunicationError("the communicator is closed")
 
+    def require_all(self, patience: float = 0.0) -> None:
+        """Raise if a rank has failed or has left, or does within ``patience`` seconds."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure or self._closed or self._left, timeout=patience
+            )
+            if self._left:  # perhaps since another has failed
+                self._changed.wait_for(lambda: self._failure or self._closed, timeout=_GRACE)
+            gone = min(self._left, default=None)
+        if gone is not None:
+            self.fail(gone, f"rank {gone} has left before all ranks were ready")
+        self.check()
+
     def fail(self, rank: int | None, text: str, *, tell: bool = True) -> None:
         """Note that a rank has failed, tell the others, and wake the threads that wait."""
         with self._changed:

@@ -121,7 +121,7 @@ class FakeCuda:
         )
         pool = types.SimpleNamespace(free_bytes=lambda: 24)
         return types.SimpleNamespace(
-            cuda=cuda, zeros=self.zeros, get_default_memory_pool=lambda: pool
+            cuda=cuda, zeros=self.zeros, get_default_memory_pool=lambda: pool, __version__="14.0.1"
         )
 
     @property
@@ -140,4 +140,5 @@ class FakeCuda:
         return types.SimpleNamespace(
             NCCL_UINT8="byte", groupStart=self.group_start, groupEnd=self.group_end,
             NcclCommunicator=NcclCommunicator, get_unique_id=lambda: b"identity", available=True,
+            get_version=lambda: 22707,
         )  # fmt: skip
