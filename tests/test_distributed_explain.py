@@ -123,15 +123,19 @@ def test_heads_are_exchanged_on_one_host_by_all_ranks_or_none():
     assert chosen("usp", extents, 8, None)[0].across == 4
 
 
-def of_heads(heads, heads_kv):
+def of_heads(heads, heads_kv, rows=1 << 20):
     shapes = [(n, 128) for n in (heads, heads_kv, heads_kv, heads)]
-    return Extents(1 << 20, 1 << 20, *shapes, np.dtype(np.float16))
+    return Extents(rows, rows, *shapes, np.dtype(np.float16))
 
 
 @pytest.mark.parametrize(
     ("extents", "size", "memory", "method"),
     [
-        (of_heads(32, 32), 2, None, "ulysses"),
+        (of_heads(32, 32), 2, None, "ring"),  # keys travel while queries are multiplied
+        (of_heads(32, 32, 4096), 2, None, "ring"),
+        (of_heads(32, 32, 4095), 2, None, "ulysses"),
+        (of_heads(32, 8, 1024), 8, None, "ring"),
+        (of_heads(32, 8, 1023), 8, None, "ulysses"),
         (of_heads(32, 32), 2, 65_536 << 20, "ulysses"),
         (of_heads(32, 32), 2, (65_536 << 20) - 1, "all_gather"),
         (of_heads(32, 32), 2, 20_000 << 20, "all_gather"),  # only the forward of ulysses fits
@@ -139,7 +143,7 @@ def of_heads(heads, heads_kv):
         (of_heads(32, 2), 8, None, "ring"),  # it sends as many bytes as all_gather
     ],
 )
-def test_auto_takes_the_fewest_bytes_that_fit(extents, size, memory, method):
+def test_auto_takes_the_ring_or_the_fewest_bytes_that_fit(extents, size, memory, method):
     assert chosen("auto", extents, size, memory)[0].method == method
 
 

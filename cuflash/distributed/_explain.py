@@ -65,7 +65,7 @@ def explain(
     >>> from cuflash import distributed
     >>> text = distributed.explain((32, 65536, 128), (8, 65536, 128), size=2, enable_gqa=True)
     >>> print(text.splitlines()[-1])
-    auto: ring, the fewest bytes of the methods that fit into memory
+    auto: ring, keys travel while queries are multiplied
     """
     size = counted("size", size, 1, MOST_RANKS)
     if memory is not None:
