@@ -254,6 +254,15 @@ def test_ranges_of_keys_are_those_of_what_is_visible(data):
             assert seen[..., key].all() or not full.start <= key < full.stop
 
 
+def test_a_window_has_both_edges():
+    q, options = np.zeros((7, 1)), cuflash.Options(window=(2, 1))
+    m, n = np.arange(7)[:, None], np.arange(7)[None, :]
+    seen = Scores(describe(q, q, q, options), options, (), np).visible(
+        Tile(slice(0, 7), slice(0, 7), m, n)
+    )
+    assert np.array_equal(seen, (m - 2 <= n) & (n <= m + 1))
+
+
 @pytest.mark.parametrize(("softcap", "same"), [(1e39, {}), (1e-50, {"scale": 0.0})])
 def test_a_softcap_that_float32_cannot_hold(softcap, same):
     """A huge softcap acts as none, a tiny one as scores of 0 (which one row has in any case)."""
