@@ -306,7 +306,7 @@ class KVCache:
         """One int64 number for each sequence, as an array on the device of the cache."""
         xp, sequences = array_module(self.lengths), len(self.lengths)
         expected = "an integer array, or a list of integers"
-        value = integer_array(name, list(value) if isinstance(value, tuple) else value, expected)
+        value = integer_array(name, value, expected)
         if value.shape != (sequences,):
             raise wrong_value(name, f"shape {value.shape}", f"shape ({sequences},)")
         if is_cupy(value):
