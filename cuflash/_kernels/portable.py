@@ -38,7 +38,7 @@ TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
 WIDEST_HELD = 16
 ROWS_OF_ONE_WARP = 16  # rows of a tensor core's product
 ROWS_OF_TWO_WARPS = 32  # rows of a tile of two warps; with PackGQA heads of a group are rows, too
-MOST = 0.7  # share of the places for thread blocks that keeps enough bytes in flight (D181)
+LEAST_SHARE_IN_USE = 0.7  # of the places for thread blocks: enough bytes are in flight (D181)
 _MANY_KEYS = 8192  # keys from which fewer thread blocks matter
 _SHORT, _SHORT_COLUMNS = 64, 64  # most queries or keys, and most columns, of a small tile (D15)
 ROWS_OF_FOUR_WARPS = 64  # rows of a tile of four warps
@@ -196,7 +196,9 @@ def _two_read_faster(problem: Problem, num_sms: int) -> bool:
     """
     tiles, places = math.prod(problem.batch), 2 * num_sms
     used = places // max(tiles, 1) * tiles
-    return tiles <= places and (used >= MOST * places or problem.seqlen_k < _MANY_KEYS)
+    return tiles <= places and (
+        used >= LEAST_SHARE_IN_USE * places or problem.seqlen_k < _MANY_KEYS
+    )
 
 
 def num_tiles(problem: Problem, block: int, *, of_keys: bool = False) -> int:

@@ -141,7 +141,8 @@ def in_clusters(request: Request) -> bool:
 
 def _are_two_parts(request: Request) -> bool:
     """Whether two parts of each tile give two thread blocks to most SMs."""
-    return portable.MOST * request.num_sms <= math.prod(request.problem.batch) <= request.num_sms
+    least = portable.LEAST_SHARE_IN_USE * request.num_sms
+    return least <= math.prod(request.problem.batch) <= request.num_sms
 
 
 def _has_clusters(request: Request) -> bool:
