@@ -8,6 +8,7 @@ import inspect
 import json
 import pkgutil
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -25,31 +26,36 @@ PUBLIC = [name for name in cuflash.__all__ if inspect.isfunction(getattr(cuflash
 
 OF_TESTING = [f"testing.{n}" for n in cuflash.testing.__all__ if n != "FAMILIES"]
 PACKAGES = (cuflash.distributed, cuflash.reference, cuflash.testing, cuflash.tuning)
-#: These have no example of their own: functions that take or return them have one.
-DOCUMENTED_BY_THEIR_FUNCTIONS = {
-    "BackwardConfigs",
-    "FAMILIES",
-    "Facts",
-    "Progress",
-    "Sweep",
-    "distributed",
-    "reference",
-    "testing",
-    "tuning",
-}
 SHOWN = [
     f"{module.__name__}.{name}"
     for module in (cuflash, *PACKAGES)
     for name in module.__all__
-    if name not in DOCUMENTED_BY_THEIR_FUNCTIONS
+    if callable(getattr(module, name))
 ]
+#: Examples read it as h100.jsonl, the file that a sweep writes.
+SWEEP = ROOT / "benchmarks" / "sweeps" / "h100-forward-sm90-d128.jsonl"
+
+
+def members(shown: object) -> list[str]:
+    """Return the names of a class's own methods and properties, which the site lists."""
+    own = vars(shown).items() if inspect.isclass(shown) else ()
+    return [
+        name
+        for name, member in own
+        if not name.startswith("_") and (inspect.isroutine(member) or isinstance(member, property))
+    ]
 
 
 @pytest.mark.parametrize("path", SHOWN)
-def test_docstring_examples_run(path):
+def test_docstring_examples_run(path, tmp_path, monkeypatch):
+    """A public function or class has examples that run, and those of a class use every member."""
     shown = pkgutil.resolve_name(path)
-    tests = doctest.DocTestFinder(recurse=False).find(shown, path, globs={})
-    assert any(test.examples for test in tests), f"{path} has no example"
+    tests = doctest.DocTestFinder().find(shown, path, module=False, globs={})
+    written = "".join(example.source for test in tests for example in test.examples)
+    assert written, f"{path} has no example"
+    assert [name for name in members(shown) if f".{name}" not in written] == []
+    shutil.copy(SWEEP, tmp_path / "h100.jsonl")
+    monkeypatch.chdir(tmp_path)
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     for test in tests:
         runner.run(test)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 import random
 import re
@@ -538,17 +537,6 @@ def test_occupancy_is_the_scarcest_of_three():
     assert hardware.occupancy(limits, 128, 100 * 1024, 32) == 2  # by shared memory
     assert hardware.occupancy(limits, 128, 1024, 255) == 2  # by registers
     assert hardware.occupancy(limits, 384, 190 * 1024, 168) == 1
-
-
-@pytest.mark.parametrize("name", ["space", "sweep", "use"])
-def test_examples_of_docstrings_run(name):
-    function = getattr(tuning, name)
-    finder = doctest.DocTestFinder(recurse=False)
-    (test,) = finder.find(function, name, globs={})
-    assert test.examples
-    runner = doctest.DocTestRunner()
-    runner.run(test)
-    assert runner.failures == 0
 
 
 @pytest.mark.gpu

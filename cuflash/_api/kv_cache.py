@@ -219,6 +219,16 @@ class KVCache:
         Notes
         -----
         If several sequences share a page, it is copied before a key is added to it.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(2, 4, 64, max_length=100, dtype=np.float32)
+        >>> k, v = np.ones((2, 2, 4, 7, 64), np.float32)
+        >>> cache.append(k, v, counts=[7, 3])  # all keys of sequence 0, three of sequence 1
+        >>> cache.append(k[:, :, :1], v[:, :, :1], rotary=True)  # one more, turned by its position
+        >>> cache.lengths
+        array([8, 4], dtype=int32)
         """
         k, v, counts = self._checked(k, v, counts)
         pairs = NO_ROTARY_PAIRS
@@ -262,6 +272,19 @@ class KVCache:
         RuntimeError
             If a call that a CUDA graph captures would allocate memory. Such a call needs contiguous
             int64 arrays.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(3, 4, 64, max_length=100, dtype=np.float32)
+        >>> k, v = np.ones((2, 3, 4, 7, 64), np.float32)
+        >>> cache.append(k, v, counts=[7, 5, 2])
+        >>> cache.take([0, 0, -1])  # a beam search goes on from sequence 0 twice; 2 becomes empty
+        >>> cache.lengths
+        array([7, 7, 0], dtype=int32)
+        >>> cache.take([0, 1, 2], lengths=[7, 4, 0])  # sequence 1 forgets its last three keys
+        >>> cache.lengths
+        array([7, 4, 0], dtype=int32)
         """
         parents = self._per_sequence("parents", parents)
         if lengths is not None:

@@ -126,6 +126,19 @@ class ScoreMod(_Modifier):
 
         It is compared with fourth-order central differences at entry 0, query 0 and key 0. There
         ``host`` must be a number, or -inf, which hides a key, and ``host_grad`` must be finite.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> wrong = cuflash.ScoreMod(
+        ...     "score * score",
+        ...     grad="score",
+        ...     host=lambda score, b, h, q, k: score**2,
+        ...     host_grad=lambda score, b, h, q, k: score,  # the slope is 2 * score
+        ... )
+        >>> wrong.check()
+        Traceback (most recent call last):
+        ValueError: host_grad: got -10 at score -10, expected -20, the slope of host
         """
         try:
             first, last = float(low), float(high)

@@ -16,6 +16,15 @@ class BackwardConfigs(NamedTuple):
     """Tiles that override the choice for the backward passes, and decide which kernels run.
 
     Each is a configuration of a kernel that computes dq, dk and dv, or all three in one pass.
+
+    Examples
+    --------
+    >>> from cuflash import tuning
+    >>> work = tuning.Workload(2, 16, 16, 4096, 4096, 128, 128, "bfloat16")
+    >>> tiles = tuning.space(work, "backward_dq_sm90", arch="sm_90a")
+    >>> own = tuning.BackwardConfigs(q=next(iter(tiles)).config)  # for attention_backward(config=)
+    >>> own.q.kernel, own.kv
+    ('backward_dq_sm90', None)
     """
 
     q: KernelConfig | None = None

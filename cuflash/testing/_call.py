@@ -52,10 +52,15 @@ class Call:
 
     Examples
     --------
-    >>> import cuflash, cuflash.testing
+    >>> import numpy as np, cuflash, cuflash.testing
     >>> call = cuflash.testing.make_call("normal", 0, "float32", (2, 5, 8), (2, 7, 8), (2, 7, 4))
     >>> out = cuflash.attention(*call.qkv, **call.options)
     >>> cuflash.testing.assert_attention_close(out, *call.qkv, **call.options)
+    >>> call.dtype, call.lse_dtype, call.batch, call.group_size
+    (dtype('float32'), dtype('float32'), (2,), 1)
+    >>> masked = call.with_options(causal=True, sink=np.zeros(2)).but(wrt=("q", "sink"))
+    >>> list(masked.option_arrays), masked.array("sink").shape, masked.to(np).wrt
+    (['sink'], (2,), ('q', 'sink'))
     """
 
     q: Any

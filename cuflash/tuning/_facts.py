@@ -34,7 +34,18 @@ Counted = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Facts:
-    """Static facts of one configuration, or the error that prevents them."""
+    """Static facts of one configuration, or the error that prevents them.
+
+    Examples
+    --------
+    >>> from cuflash import tuning
+    >>> row = tuning.load("h100.jsonl").best
+    >>> facts = tuning.Facts(**row["facts"])  # or a value of Space.compile()
+    >>> facts.registers, facts.spill_bytes, facts.blocks_per_multiprocessor
+    (168, 0, 1)
+    >>> facts.as_json() == row["facts"]
+    True
+    """
 
     smem_bytes: int
     registers: int = 0

@@ -38,8 +38,8 @@ class Candidate:
     >>> from cuflash import tuning
     >>> work = tuning.Workload(2, 16, 16, 4096, 4096, 128, 128, "bfloat16")
     >>> found = tuning.space(work, arch="sm_90a").candidate("128,128,2,2,1")
-    >>> found.config.tile.block_m, found.refusal
-    (128, '')
+    >>> found.key, found.config.tile.block_m, found.refusal
+    ('128,128,2,2,1', 128, '')
     """
 
     values: tuple[int, ...]
@@ -65,6 +65,11 @@ class Space:
     >>> space = tuning.space(work, arch="sm_90a")
     >>> space.kernel, sorted(space.parameters)[:2]
     ('forward_sm90', ['block_m', 'block_n'])
+    >>> shipped = space.candidate(space.default_key)
+    >>> shipped.config == space.default
+    True
+    >>> space.compile([shipped])[shipped.key].registers  # doctest: +SKIP
+    168
     """
 
     workload: Workload

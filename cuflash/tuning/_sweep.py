@@ -32,7 +32,16 @@ _QUIET_SECONDS = 3.0  # between lines that count compiled kernels, if written to
 
 
 class Progress(NamedTuple):
-    """What a sweep has just done."""
+    """What a sweep has just done: see the argument ``progress`` of :func:`sweep`.
+
+    Examples
+    --------
+    >>> from cuflash import tuning
+    >>> def watch(step):
+    ...     print(f"{step.stage} {step.done}/{step.total}", step.best["key"] if step.best else "")
+    >>> watch(tuning.Progress("time", 3, 250, best=tuning.load("h100.jsonl").best))
+    time 3/250 128,128,2,2,4
+    """
 
     stage: str  # "compile", "time" or "final"
     done: int
@@ -115,10 +124,10 @@ def sweep(
     Examples
     --------
     >>> from cuflash import tuning
-    >>> work = tuning.Workload(2, 16, 16, 4096, 4096, 128, 128, "bfloat16")
-    >>> found = tuning.sweep(work, file="h100.jsonl", budget=50)  # doctest: +SKIP
-    >>> found.best["values"]  # doctest: +SKIP
-    {'block_m': 128, 'block_n': 128, 'num_stages': 2, 'num_q_stages': 2, 'overlap_quarters': 1}
+    >>> work = tuning.Workload(2, 16, 16, 8192, 8192, 128, 128, "bfloat16")
+    >>> found = tuning.sweep(work, file="h100.jsonl")  # doctest: +SKIP
+    >>> tuning.load("h100.jsonl").best["values"]
+    {'block_m': 128, 'block_n': 128, 'num_stages': 2, 'num_q_stages': 2, 'overlap_quarters': 4}
     """
     if budget is not None and (not isinstance(budget, int) or budget < 1):
         raise wrong_value("budget", repr(budget), "a positive int")

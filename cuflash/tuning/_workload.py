@@ -95,6 +95,26 @@ class Workload:
     >>> work = tuning.Workload(8, 32, 8, 4096, 4096, 128, 128, "bfloat16", causal=True)
     >>> print(work)
     b8 h32/8 4096x4096 d128 causal
+    >>> work.score_options(), work.plain, work.bounds()
+    ({'causal': True, 'enable_gqa': True}, True, (None, 0))
+    >>> work.visible_pairs() == 4096**2 / 2, work.flops("bwd") / work.flops("fwd")
+    (True, 2.5)
+    >>> work.kernel_flops("backward_dq_sm80") / work.kernel_flops("forward_sm80")
+    1.5
+    >>> work.input_bytes("fwd"), work.option_bytes(), work.problem().out_shape
+    (671088640, 0, (8, 32, 4096, 128))
+    >>> tuning.Workload.from_json(work.as_json()) == work
+    True
+
+    Packed sequences, and arrays to run them with:
+
+    >>> import numpy as np
+    >>> packed = tuning.Workload(1, 2, 2, 7, 7, 4, 4, "float32", seqlens=(3, 4))
+    >>> [alone.seqlen_q for alone in packed.sequences()]
+    [3, 4]
+    >>> q, k, v, dout = packed.inputs(np)[0]
+    >>> q.shape, q.dtype
+    ((1, 2, 7, 4), dtype('float32'))
     """
 
     batch: int
