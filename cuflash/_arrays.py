@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from cuflash._cupy import import_cupy
 from cuflash._dlpack import from_dlpack
@@ -37,6 +38,8 @@ class Native(Protocol):
 
 
 NativeT = TypeVar("NativeT", bound=Native)
+ScalarT = TypeVar("ScalarT", bound=np.generic)  # of NumPy arrays whose number of axes may change
+HostFloats = npt.NDArray[np.float16 | np.float32]  # whose lse is float32
 
 #: Exporters raise these, for example for a tensor that requires its gradient or an unknown dtype.
 _NOT_EXPORTED = (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError)

@@ -24,11 +24,16 @@ R = TypeVar("R")
 QKV = ("q", "k", "v")
 
 
-class SharedKeywords(ScoreOptions, total=False):
+class OptionKeywords(ScoreOptions, total=False):
     """Keywords of all functions that do not change the type of the result, for overloads."""
 
     options: Options | None
     axes: Any
+
+
+class SharedKeywords(OptionKeywords, total=False):
+    """These keywords and ``precision``."""
+
     precision: str | None
 
 

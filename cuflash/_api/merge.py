@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
+import numpy.typing as npt
 
-from cuflash._arrays import Array, native, on_own_device, refuse_captured, rounded, same_module
+from cuflash._arrays import (
+    Array,
+    ScalarT,
+    native,
+    on_own_device,
+    refuse_captured,
+    rounded,
+    same_module,
+)
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._host.scores import arithmetic
 from cuflash._problem.checks import integer_value, is_integer, require_float, require_shape
@@ -17,6 +27,12 @@ from cuflash._results import AttentionResult
 _MAX_AXES = 64  # of a NumPy or CuPy array
 
 
+@overload
+def merge(
+    outs: npt.NDArray[ScalarT] | Sequence[npt.NDArray[ScalarT]], lses: Any, axis: int = ...
+) -> AttentionResult[npt.NDArray[ScalarT]]: ...
+@overload
+def merge(outs: Any, lses: Any, axis: int = ...) -> AttentionResult: ...
 @explain_unknown_keywords
 @on_own_device
 def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
@@ -60,6 +76,15 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     return AttentionResult(rounded(out, outs.dtype), rounded(lse, lses.dtype))
 
 
+@overload
+def merge_backward(
+    dout: Array, outs: npt.NDArray[ScalarT] | Sequence[npt.NDArray[ScalarT]], lses: Any, /, *,
+    dlse: Array | None = ..., axis: int = ...,
+) -> AttentionResult[npt.NDArray[ScalarT]]: ...  # fmt: skip
+@overload
+def merge_backward(
+    dout: Array, outs: Any, lses: Any, /, *, dlse: Array | None = ..., axis: int = ...
+) -> AttentionResult: ...
 @explain_unknown_keywords
 @on_own_device
 def merge_backward(

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from cuflash._api import float8
-from cuflash._api.arguments import explain_missing_arguments, operands
+from cuflash._api.arguments import (
+    CallKeywords,
+    OptionKeywords,
+    explain_missing_arguments,
+    operands,
+)
 from cuflash._api.attention import attention, attention_backward
 from cuflash._arrays import (
     Array,
+    HostFloats,
+    NativeT,
     array_module,
     is_cupy,
     native,
@@ -31,6 +39,19 @@ from cuflash._results import Gradients
 _MASK_ELEMENTS = 1 << 24  # of a dropout mask, computed at once
 
 
+@overload
+def logsumexp(  # type: ignore[overload-overlap]  # no array has two dtypes
+    q: npt.NDArray[np.float64], k: npt.NDArray[np.float64], /, *,
+    out: Array | None = ..., **others: Unpack[CallKeywords],
+) -> npt.NDArray[np.float64]: ...  # fmt: skip
+@overload
+def logsumexp(
+    q: HostFloats, k: HostFloats, /, *, out: Array | None = ..., **others: Unpack[CallKeywords]
+) -> npt.NDArray[np.float32]: ...
+@overload
+def logsumexp(
+    q: Array, k: Array, /, *, out: Array | None = ..., **others: Unpack[CallKeywords]
+) -> Array: ...
 @on_own_device
 @explain_missing_arguments
 def logsumexp(
@@ -85,6 +106,16 @@ def logsumexp(
     return attention(q, k, v, return_lse=True, out=pair, **common).lse
 
 
+@overload
+def logsumexp_backward(
+    dlse: Array, q: NativeT, k: NativeT, lse: Array, /, *,
+    grads_out: Gradients | None = ..., **others: Unpack[CallKeywords],
+) -> Gradients[NativeT, None]: ...  # fmt: skip
+@overload
+def logsumexp_backward(
+    dlse: Array, q: Array, k: Array, lse: Array, /, *,
+    wrt: tuple[str, ...] = ..., grads_out: Gradients | None = ..., **others: Unpack[CallKeywords],
+) -> Gradients: ...  # fmt: skip
 @on_own_device
 @explain_missing_arguments
 def logsumexp_backward(
@@ -154,6 +185,21 @@ def logsumexp_backward(
     )
 
 
+@overload
+def weights(
+    q: npt.NDArray[np.float64], k: npt.NDArray[np.float64], lse: Array, /, *,
+    rows: Any = ..., cols: Any = ..., **others: Unpack[OptionKeywords],
+) -> npt.NDArray[np.float64]: ...  # fmt: skip
+@overload
+def weights(
+    q: HostFloats, k: HostFloats, lse: Array, /, *,
+    rows: Any = ..., cols: Any = ..., **others: Unpack[OptionKeywords],
+) -> npt.NDArray[np.float32]: ...  # fmt: skip
+@overload
+def weights(
+    q: Array, k: Array, lse: Array, /, *,
+    rows: Any = ..., cols: Any = ..., **others: Unpack[OptionKeywords],
+) -> Array: ...  # fmt: skip
 @on_own_device
 @explain_missing_arguments
 def weights(
@@ -240,6 +286,12 @@ def weights(
     return p.reshape(*problem.batch_shape, m.size, n.size)
 
 
+@overload
+def dropout_mask(
+    shape: tuple[int, ...], p: float, seed: int, *, like: npt.NDArray[Any] | None = ...
+) -> npt.NDArray[np.bool_]: ...
+@overload
+def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Array) -> Array: ...
 def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = None) -> Array:
     """Which scores dropout keeps in a call of :func:`attention`.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, overload
 
 import numpy as np
+import numpy.typing as npt
 from ml_dtypes import float8_e4m3fn
 
 from cuflash._arrays import (
@@ -22,6 +23,7 @@ from cuflash._problem import checks
 from cuflash._problem.float8 import FLOAT8, LARGEST, factor_of_rows
 from cuflash._problem.foreign_keywords import explain_unknown_keywords
 from cuflash._problem.operand import core_axes
+from cuflash._results import ArrayT
 
 # Scales are powers of two. (D173)
 _EXPONENTS = (-100, 126)  # of scales, whose inverses are then normal float32 numbers
@@ -29,7 +31,7 @@ _LEAST = 2.0**-126  # GPUs flush smaller float32 numbers to 0
 _MOST_ROWS = 1 << 29  # more rows than kernels can index
 
 
-class Quantized(NamedTuple):
+class Quantized(NamedTuple, Generic[ArrayT]):
     """An array of 8-bit floats, and the scales of its elements: see :func:`quantize`.
 
     Examples
@@ -40,10 +42,20 @@ class Quantized(NamedTuple):
     (256.0, 4.0)
     """
 
-    array: Array
-    scale: Array  # core shape (b, 1): see Options
+    array: ArrayT
+    scale: ArrayT  # core shape (b, 1): see Options
 
 
+@overload
+def quantize(
+    x: npt.NDArray[Any], /, *,
+    per: str | int = ..., dtype: Any = ..., rotation: int | None = ..., axes: tuple[int, int] = ...,
+) -> Quantized[npt.NDArray[Any]]: ...  # fmt: skip
+@overload
+def quantize(
+    x: Array, /, *,
+    per: str | int = ..., dtype: Any = ..., rotation: int | None = ..., axes: tuple[int, int] = ...,
+) -> Quantized: ...  # fmt: skip
 @explain_unknown_keywords
 @on_own_device
 def quantize(

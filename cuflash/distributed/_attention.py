@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 from cuflash._api import arguments
 from cuflash._api.arguments import QKV
-from cuflash._arrays import Array, array_module
+from cuflash._arrays import Array, NativeT, array_module
 from cuflash._launch.one_pass import in_dtype
 from cuflash._problem.checks import flag
 from cuflash._problem.options import ScoreOptions
-from cuflash._results import AttentionResult, Gradients
+from cuflash._results import AttentionResult, Gradients, Pullback
 from cuflash.distributed._communicator import Communicator
 from cuflash.distributed._run import Asked, Call, run
 
 
+class RankKeywords(ScoreOptions, total=False):
+    """Keywords of all functions that do not change the type of the result, for overloads."""
+
+    layout: str
+    method: str
+    options: Any
+    axes: Any
+    precision: str | None
+    deterministic: bool
+
+
+@overload
+def attention(
+    q: NativeT, k: NativeT, v: NativeT, /, *,
+    comm: Communicator, return_lse: Literal[False] = ..., **others: Unpack[RankKeywords],
+) -> NativeT: ...  # fmt: skip
+@overload
+def attention(
+    q: NativeT, k: NativeT, v: NativeT, /, *,
+    comm: Communicator, return_lse: Literal[True], **others: Unpack[RankKeywords],
+) -> AttentionResult[NativeT]: ...  # fmt: skip
+@overload
+def attention(
+    q: Any, k: Any, v: Any, /, *,
+    comm: Communicator, return_lse: bool = ..., **others: Unpack[RankKeywords],
+) -> Any: ...  # fmt: skip
 def attention(
     q: Any,
     k: Any,
@@ -96,6 +121,16 @@ def attention(
     return run(ask, comm, (q, k, v), None, None, options, score_options, finished)
 
 
+@overload
+def attention_backward(
+    dout: Any, q: NativeT, k: NativeT, v: NativeT, out: Any, lse: Any, /, *,
+    comm: Communicator, dlse: Any = ..., **others: Unpack[RankKeywords],
+) -> Gradients[NativeT, None]: ...  # fmt: skip
+@overload
+def attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, /, *,
+    comm: Communicator, dlse: Any = ..., wrt: tuple[str, ...] = ..., **others: Unpack[RankKeywords],
+) -> Any: ...  # fmt: skip
 def attention_backward(
     dout: Any,
     q: Any,
@@ -163,6 +198,21 @@ def attention_backward(
     return run(ask, comm, (q, k, v), saved, wrt, options, score_options, finished)
 
 
+@overload
+def attention_vjp(
+    q: NativeT, k: NativeT, v: NativeT, /, *,
+    comm: Communicator, return_lse: Literal[False] = ..., **others: Unpack[RankKeywords],
+) -> tuple[NativeT, Pullback[NativeT]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: NativeT, k: NativeT, v: NativeT, /, *,
+    comm: Communicator, return_lse: Literal[True], **others: Unpack[RankKeywords],
+) -> tuple[AttentionResult[NativeT], Pullback[NativeT]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: Any, k: Any, v: Any, /, *,
+    comm: Communicator, return_lse: bool = ..., **others: Unpack[RankKeywords],
+) -> tuple[Any, Any]: ...  # fmt: skip
 def attention_vjp(
     q: Any,
     k: Any,
@@ -178,7 +228,7 @@ def attention_vjp(
     deterministic: bool = True,
     return_lse: bool = False,
     **score_options: Unpack[ScoreOptions],
-) -> tuple[Any, Callable[..., Gradients]]:
+) -> tuple[Any, Any]:
     """:func:`attention` together with its pullback, which uses the same options.
 
     Parameters

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
-from cuflash._arrays import Array, array_module, native, on_device_of, refuse_captured
+from cuflash._arrays import (
+    Array,
+    NativeT,
+    array_module,
+    native,
+    on_device_of,
+    refuse_captured,
+)
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import integer_value, is_integer
 from cuflash.distributed._communicator import (
@@ -68,6 +75,10 @@ def shard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -2)
     return as_given(comm, parts)
 
 
+@overload
+def unshard(x: NativeT, *, comm: Communicator, layout: str = ..., axis: int = ...) -> NativeT: ...
+@overload
+def unshard(x: Any, *, comm: Communicator, layout: str = ..., axis: int = ...) -> Any: ...
 def unshard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -2) -> Any:
     """The whole array, on every rank, from the rows that each rank holds.
 
