@@ -72,11 +72,15 @@ def test_every_hint_names_an_extra():
 
 @pytest.mark.full
 def test_the_sdist_has_the_sources_and_not_what_was_measured(tmp_path):
+    """Its description, which a package index shows, has no link to a file and no picture."""
     pytest.importorskip("hatch_fancy_pypi_readme", reason="what builds the sdist is not installed")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (archive,) = tmp_path.glob("cuflash-*.tar.gz")
     with tarfile.open(archive) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
+        metadata = sdist.extractfile(f"cuflash-{cuflash.__version__}/PKG-INFO").read().decode()
     assert {"cuflash/__init__.py", "kernels_cu/config.cuh", "tests/conftest.py"} <= names
     assert not [n for n in names if n.startswith(("benchmarks/results/", "benchmarks/sweeps/"))]
+    assert "docs/tutorial.md | the library in ten minutes" in metadata
+    assert re.findall(r"\]\((?!https://)[^)]*\)|<img|<a ", metadata) == []
