@@ -143,11 +143,15 @@ def costs(moved: Mapping[str, Any], held: Mapping[str, Any]) -> Figure:
 
 
 def _memory(axes: Any, held: Mapping[str, Any], heads: int) -> None:
-    """Draw the memory of forward and gradient with inputs: measured marks, and fitted lines."""
+    """Draw the memory of forward and gradient with inputs: measured marks, and fitted lines.
+
+    Lines are dashed where they are computed alone.
+    """
     for impl, colour, name in (("naive", UNFUSED, "unfused"), ("cuflash", FUSED, "cuflash")):
         lengths, counted = held_bytes(held["memory"], impl, heads)
-        reach = np.geomspace(1024, LONGEST, 40)
-        axes.plot(reach, at_lengths(lengths, counted, reach), color=colour)
+        for style, ends in (("-", (lengths[0], lengths[-1])), ("--", (lengths[-1], LONGEST))):
+            reach = np.geomspace(*ends, 40)
+            axes.plot(reach, at_lengths(lengths, counted, reach), style, color=colour)
         axes.plot(lengths, counted, "o", color=colour, markersize=4)
         _label(axes, lengths, counted, name, colour, (-8, 4), "right", 2)
     axes.axhline(CARD_BYTES, color="black", linestyle=":")
