@@ -103,6 +103,12 @@ def adapt_markdown(_app: Any, page: str, source: list[str]) -> None:
     source[0] = text
 
 
+def skip_field(_app: Any, _what: str, _name: str, found: object, *_: Any) -> bool | None:
+    """Leave out fields of named tuples, which docstrings describe; None leaves it to Sphinx."""
+    return True if str(found.__doc__).startswith("Alias for field number") else None
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("autodoc-skip-member", skip_field)
     app.connect("source-read", adapt_markdown)

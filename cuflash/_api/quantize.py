@@ -34,6 +34,13 @@ _MOST_ROWS = 1 << 29  # more rows than kernels can index
 class Quantized(NamedTuple, Generic[ArrayT]):
     """An array of 8-bit floats, and the scales of its elements: see :func:`quantize`.
 
+    Attributes
+    ----------
+    array : array, batch + (m, d)
+        The quantised elements.
+    scale : float32 array, batch + (b, 1)
+        What they are multiplied by; b blocks of rows share scales: see :class:`Options`.
+
     Examples
     --------
     >>> import numpy as np, cuflash
@@ -43,7 +50,7 @@ class Quantized(NamedTuple, Generic[ArrayT]):
     """
 
     array: ArrayT
-    scale: ArrayT  # core shape (b, 1): see Options
+    scale: ArrayT
 
 
 @overload

@@ -15,7 +15,10 @@ AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 class BackwardConfigs(NamedTuple):
     """Tiles that override the choice for the backward passes, and decide which kernels run.
 
-    Each is a configuration of a kernel that computes dq, dk and dv, or all three in one pass.
+    Attributes
+    ----------
+    q, kv, qkv : configuration or None
+        Of a kernel that computes dq, dk and dv, or all three in one pass.
 
     Examples
     --------

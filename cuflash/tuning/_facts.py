@@ -36,6 +36,21 @@ Counted = Callable[[int, int], None]
 class Facts:
     """Static facts of one configuration, or the error that prevents them.
 
+    Attributes
+    ----------
+    smem_bytes : int
+        Shared memory of a thread block.
+    registers, spill_bytes : int
+        Registers of a thread, and its bytes that find no register.
+    blocks_per_multiprocessor, warps_per_multiprocessor : int
+        How many fit on a multiprocessor.
+    warnings : tuple of str
+        Numbers of ptxas warnings. C75xx: products of Hopper's tensor cores wait for each other.
+    compile_seconds : float
+        Of the compilation that filled the kernel cache.
+    error : str
+        Why there are no facts; empty if there are.
+
     Examples
     --------
     >>> from cuflash import tuning
@@ -52,8 +67,8 @@ class Facts:
     spill_bytes: int = 0
     blocks_per_multiprocessor: int = 0
     warps_per_multiprocessor: int = 0
-    warnings: tuple[str, ...] = ()  # of ptxas; C75xx: wgmma is serialised (D105)
-    compile_seconds: float = 0.0  # of the compilation that filled the kernel cache
+    warnings: tuple[str, ...] = ()  # C75xx: wgmma is serialised (D105)
+    compile_seconds: float = 0.0
     error: str = ""
 
     def as_json(self) -> dict[str, Any]:

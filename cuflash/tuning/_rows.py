@@ -35,6 +35,15 @@ Row = dict[str, Any]
 class Sweep:
     """Results of a sweep, as stored in its file.
 
+    Attributes
+    ----------
+    header : dict
+        Problem, kernel, parameters, device and versions.
+    rows : list of dict
+        A row for each configuration that was tried: its values, facts and time, or its error.
+    finals : list of dict
+        Times of each final comparison.
+
     Examples
     --------
     >>> from cuflash import tuning

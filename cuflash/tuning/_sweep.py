@@ -34,6 +34,17 @@ _QUIET_SECONDS = 3.0  # between lines that count compiled kernels, if written to
 class Progress(NamedTuple):
     """What a sweep has just done: see the argument ``progress`` of :func:`sweep`.
 
+    Attributes
+    ----------
+    stage : {"compile", "time", "final"}
+        What is being done.
+    done, total : int
+        How many configurations are done, and how many there are.
+    row : dict or None
+        Row of the configuration that was timed, or left out of the final comparison.
+    best : dict or None
+        Row of the fastest configuration so far.
+
     Examples
     --------
     >>> from cuflash import tuning
@@ -43,11 +54,11 @@ class Progress(NamedTuple):
     time 3/250 128,128,2,2,4
     """
 
-    stage: str  # "compile", "time" or "final"
+    stage: str
     done: int
     total: int
-    row: Row | None = None  # the configuration that was timed, or left out of the final comparison
-    best: Row | None = None  # the fastest so far
+    row: Row | None = None
+    best: Row | None = None
 
 
 Watcher = Callable[[Progress], None]
