@@ -49,9 +49,9 @@ class Progress(NamedTuple):
     --------
     >>> from cuflash import tuning
     >>> def watch(step):
-    ...     print(f"{step.stage} {step.done}/{step.total}", step.best["key"] if step.best else "")
-    >>> watch(tuning.Progress("time", 3, 250, best=tuning.load("h100.jsonl").best))
-    time 3/250 128,128,2,2,4
+    ...     print(step.stage, f"{step.done}/{step.total}")
+    >>> watch(tuning.Progress("time", done=3, total=250))
+    time 3/250
     """
 
     stage: str
