@@ -149,8 +149,8 @@ def _memory(axes: Any, held: Mapping[str, Any], heads: int) -> None:
     """
     for impl, colour, name in (("naive", UNFUSED, "unfused"), ("cuflash", FUSED, "cuflash")):
         lengths, counted = held_bytes(held["memory"], impl, heads)
-        for style, ends in (("-", (lengths[0], lengths[-1])), ("--", (lengths[-1], LONGEST))):
-            reach = np.geomspace(*ends, 40)
+        for style, first, last in (("-", lengths[0], lengths[-1]), ("--", lengths[-1], LONGEST)):
+            reach = np.geomspace(first, last, 40)
             axes.plot(reach, at_lengths(lengths, counted, reach), style, color=colour)
         axes.plot(lengths, counted, "o", color=colour, markersize=4)
         _label(axes, lengths, counted, name, colour, (-8, 4), "right", 2)
