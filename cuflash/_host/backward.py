@@ -12,17 +12,18 @@ from functools import partial
 import numpy as np
 
 from cuflash._arrays import Array, Triple, write_rounded
-from cuflash._host.cores import Items, pieces_for, single_threaded_blas, worth
+from cuflash._host.cores import Items, single_threaded_blas, worth
+from cuflash._host.kept import Kept
 from cuflash._host.scores import Entry, arithmetic
 from cuflash._host.tiles import (
     Parts,
     Piece,
     Workspace,
     blocks,
+    gradient_pieces,
     hide,
     largest_tile,
     operations,
-    pieces,
     product,
     rows_view,
     slices,
@@ -35,9 +36,6 @@ from cuflash._problem.philox import WHOLE, Origin
 from cuflash._problem.problem import Problem, gradient_operand
 from cuflash._results import Saved
 
-#: Pieces of a batch with fewer entries, if there is enough work. Their number does not depend on
-#: cores, since it decides the bits.
-_PIECES = 8
 _ALL = slice(None)
 
 
@@ -50,8 +48,10 @@ def backward(
     gradients: dict[str, Array],
     *,
     origin: Origin = WHOLE,
+    memory: Kept | None = None,
 ) -> None:
-    """Fill ``gradients``, by input name."""
+    """Fill ``gradients``, by input name. ``memory`` holds what the forward kept."""
+    weights_of = {} if memory is None else memory.tiles
     dtype = arithmetic(problem.dtype)
     dout, out = (
         canonical_view(a, gradient_operand(problem, "dout", a)) for a in (saved.dout, saved.out)
@@ -75,20 +75,21 @@ def backward(
     block_m, _ = blocks(problem)
     parts = Parts(problem, qkv, options, origin)
 
-    def places(entry: Entry, piece: slice) -> dict[str, Array]:
+    def places(entry: Entry, span: slice) -> dict[str, Array]:
         """Views of the sums to which a piece adds: those of its entries and its rows."""
         return {
-            name: _rows_of(array, piece) if name in ("q", "bias") else array
+            name: _rows_of(array, span) if name in ("q", "bias") else array
             for name, array in ((name, _entries_of(problem, name, sums, entry)) for name in sums)
         }
 
-    def add_up(entry: Entry, piece: slice, work: Workspace, own: dict[str, Array]) -> None:
+    def add_up(index: int, piece: Piece, work: Workspace, own: dict[str, Array]) -> None:
         """Add the gradients of a piece to ``own``, which has the shapes of its ``places``."""
+        entry, span = piece
         scores, q, k, v = parts.of(entry)
         finite_k = bool(np.isfinite(k).all())
-        for rows in slices(piece.start, piece.stop, block_m):
+        for rows in slices(span.start, span.stop, block_m):
             # Rows of q and of a bias are counted from the start of the piece.
-            local = slice(rows.start - piece.start, rows.stop - piece.start)
+            local = slice(rows.start - span.start, rows.stop - span.start)
             q_block, dout_block, out_block = (
                 a[..., rows, :].astype(dtype, copy=False) for a in (q, dout[entry], out[entry])
             )
@@ -114,21 +115,29 @@ def backward(
             for tile, seen in tiles(problem, scores, rows):
                 k_block, v_block = (a[..., tile.cols, :] for a in (k, v))
                 shape = (*queries.shape[:-1], k_block.shape[-2])
-                score, slope, mod_slope = scores.logits(
-                    queries, k_block, tile, work("score", shape, dtype)
-                )
-                score -= shift
-                p = np.exp(score, out=score)
+                weights = weights_of.get((index, rows.start, tile.cols.start))
+                if weights is None:
+                    score, slope, mod_slope = scores.logits(
+                        queries, k_block, tile, work("score", shape, dtype)
+                    )
+                    score -= shift
+                    p = np.exp(score, out=score)
+                    dout_rows, delta_rows = dout_block, delta
+                else:  # rows of dout have the factor that makes probabilities of the weights
+                    p, per_row = weights
+                    dout_rows, delta_rows = dout_block * per_row[..., None], delta * per_row
+                    slope = mod_slope = None
                 v_t = np.swapaxes(v_block, -1, -2)
-                dscore = np.matmul(dout_block, v_t, out=work("dscore", shape, dtype))
+                dscore = np.matmul(dout_rows, v_t, out=work("dscore", shape, dtype))
                 kept = scores.kept(tile)
                 if kept is not None:
                     dscore *= kept
-                dscore -= delta[..., None]
+                dscore -= delta_rows[..., None]
                 dscore *= p
                 if kept is not None:
                     p *= kept
-                hide(p, seen, 0)
+                if weights is None:
+                    hide(p, seen, 0)
                 hide(dscore, seen, 0)
                 if mod_slope is not None:
                     dscore *= mod_slope if seen is None else np.where(seen, mod_slope, 0)
@@ -146,7 +155,7 @@ def backward(
                 place = work("dq", dq.shape, dtype)
                 dq += product(dscore, k_block * factor, seen, finite, place)
                 seen_t = None if seen is None else np.swapaxes(seen, -1, -2)
-                for name, weights, other in (("k", dscore, q_times), ("v", p, dout_block)):
+                for name, weights, other in (("k", dscore, q_times), ("v", p, dout_rows)):
                     if name in own:
                         place = work(f"d{name}", (*shape[:-2], shape[-1], other.shape[-1]), dtype)
                         weights_t = np.swapaxes(weights, -1, -2)
@@ -160,18 +169,17 @@ def backward(
 
     def worker(items: Items[Piece]) -> None:
         with workspace() as work:
-            for index, (entry, piece) in items:
-                own = places(entry, piece)
-                shared = {name: own[name] for name in own if not _alone(problem, name, piece)}
+            for index, piece in items:
+                own = places(*piece)
+                shared = {name: own[name] for name in own if not _alone(problem, name, piece[1])}
                 own |= {name: np.zeros(target.shape, dtype) for name, target in shared.items()}
-                add_up(entry, piece, work, own)
+                add_up(index, piece, work, own)
                 items.in_turn(index, partial(_add_all, shared, own))
 
     with single_threaded_blas(*largest_tile(problem)) as threads:
         # Formulas are functions of the caller, which may not be thread-safe.
-        work = operations(problem)
-        threads = 1 if formulas else worth(threads, work)
-        Items(pieces(problem, pieces_for(worth(2, work), _PIECES, work))).work(worker, threads)
+        threads = 1 if formulas else worth(threads, operations(problem))
+        Items(gradient_pieces(problem)).work(worker, threads)
     for name, view in results.items():
         if view is not sums[name]:
             write_rounded(view, sums[name])

@@ -16,12 +16,14 @@ import numpy as np
 
 from cuflash._arrays import Array, Triple
 from cuflash._host.cores import Items, pieces_for, single_threaded_blas, worth
-from cuflash._host.scores import Entry, arithmetic
+from cuflash._host.kept import Kept
+from cuflash._host.scores import Tile, arithmetic
 from cuflash._host.tiles import (
     Parts,
     Piece,
     Workspace,
     blocks,
+    gradient_pieces,
     hide,
     largest_tile,
     operations,
@@ -63,8 +65,9 @@ def forward(
     lse: Array,
     *,
     origin: Origin = WHOLE,
+    memory: Kept | None = None,
 ) -> None:
-    """Fill ``out`` and ``lse``; ``origin`` places a part of a call for dropout."""
+    """Fill ``out``, ``lse`` and ``memory``; ``origin`` places a part of a call for dropout."""
     dtype = arithmetic(problem.dtype)
     results = canonical_view(out, problem.out), rows_view(problem, lse)
     block_m, block_n = blocks(problem)
@@ -72,10 +75,11 @@ def forward(
 
     ones, lowest = np.ones(block_n, dtype), np.finfo(dtype).min
 
-    def fill(entry: Entry, piece: slice, work: Workspace) -> None:
+    def fill(index: int, piece: Piece, work: Workspace) -> None:
+        entry, span = piece
         scores, q, k, v = parts.of(entry)
         v, unit, finite = _within_range(v, options.dropout)
-        for rows in slices(piece.start, piece.stop, block_m):
+        for rows in slices(span.start, span.stop, block_m):
             q_block = scores.queries(q[..., rows, :])
             rows_shape = q_block.shape[:-1]
             row_max: Any = None  # of the keys so far, as the sum and acc are
@@ -84,9 +88,12 @@ def forward(
             if problem.sink is not None:  # it counts as a key without a value
                 row_max = np.full(rows_shape, scores.sink(rows), dtype)
                 row_sum = np.where(np.isneginf(row_max), dtype.type(0), dtype.type(1))
+            keeps = memory is not None and rows in memory
+            shifted: list[tuple[Tile, Array | None, Array, Array]] = []
             for tile, seen in tiles(problem, scores, rows):
                 k_block = k[..., tile.cols, :]
-                place = work("score", (*rows_shape, k_block.shape[-2]), dtype)
+                shape = (*rows_shape, k_block.shape[-2])
+                place = memory.room(shape, dtype) if keeps else work("score", shape, dtype)
                 score, _, _ = scores.logits(q_block, k_block, tile, place)
                 hide(score, seen, -np.inf)
                 highest = row_maxima(score)
@@ -103,6 +110,8 @@ def forward(
                     if acc is not None:
                         acc *= rescale[..., None]
                 row_max, row_sum = highest, block_sum
+                if keeps:
+                    shifted.append((tile, seen, p, shift))
                 kept = scores.kept(tile)
                 if kept is not None:
                     p *= kept
@@ -113,6 +122,9 @@ def forward(
                     acc = part
                 else:
                     acc += part
+            for tile, seen, weights, shift in shifted:
+                factor = np.where(row_sum == 0, 0, np.exp(shift - row_max) / row_sum)
+                memory.add(index, tile, seen, weights, factor)
             lse_rows, out_rows = lse[entry][..., rows], out[entry][..., rows, :]
             if row_max is None:
                 lse_rows[...] = -np.inf
@@ -129,8 +141,8 @@ def forward(
 
     def worker(items: Items[Piece]) -> None:
         with workspace() as work:
-            for _, (entry, piece) in items:
-                fill(entry, piece, work)
+            for index, piece in items:
+                fill(index, piece, work)
 
     with (
         written_at_the_end(options, *results) as (out, lse),
@@ -140,8 +152,13 @@ def forward(
         formulas = options.score_mod is not None or options.mask_mod is not None
         work = operations(problem)
         threads = 1 if formulas else worth(threads, work)
-        count = 1 if threads == 1 else pieces_for(threads, _PIECES_A_THREAD * threads, work)
-        Items(pieces(problem, count)).work(worker, threads)
+        if memory is None:
+            count = 1 if threads == 1 else pieces_for(threads, _PIECES_A_THREAD * threads, work)
+            parts_of_batch = pieces(problem, count)
+        else:
+            memory.begin(problem, options)
+            parts_of_batch = gradient_pieces(problem)
+        Items(parts_of_batch).work(worker, threads)
 
 
 def _within_range(v: Array, dropout: float) -> tuple[Array, Array | None, bool]:

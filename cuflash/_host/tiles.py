@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array, Triple
+from cuflash._host.cores import pieces_for, worth
 from cuflash._host.scores import Entry, Scores, Tile, arithmetic
 from cuflash._problem.operand import canonical_view
 from cuflash._problem.options import Options
@@ -25,6 +26,7 @@ from cuflash._problem.problem import Problem
 BLOCK_M = BLOCK_N = 512
 TILE_ELEMENTS = BLOCK_M * BLOCK_N  # most scores of a tile, of all its entries together
 _BESIDE_WINDOWS = 256  # most queries of a tile with a window, so that most see most of its keys
+_GRADIENT_PIECES = 8  # of a batch with fewer entries, if there is enough work
 ALIGNMENT = 64  # the first and last key of a window are rounded to multiples of this
 
 Piece = tuple[Entry, slice]  # entries that a tile carries together, and their rows
@@ -97,6 +99,12 @@ def pieces(problem: Problem, at_least: int) -> list[Piece]:
     each = max(1, -(-problem.seqlen_q // block_m) // -(-at_least // len(entries)))
     rows = list(slices(0, problem.seqlen_q, each * block_m))
     return list(itertools.product(entries, rows))
+
+
+def gradient_pieces(problem: Problem) -> list[Piece]:
+    """Pieces of a gradient. They do not depend on cores, since they decide the bits."""
+    work = operations(problem)
+    return pieces(problem, pieces_for(worth(2, work), _GRADIENT_PIECES, work))
 
 
 def blocks(problem: Problem) -> tuple[int, int]:
