@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array, Triple
-from cuflash._host.cores import Items, pieces_for, single_threaded_blas, worth
+from cuflash._host.cores import Items, single_threaded_blas, worth
 from cuflash._host.kept import Kept
 from cuflash._host.scores import Tile, arithmetic
 from cuflash._host.tiles import (
@@ -23,11 +23,10 @@ from cuflash._host.tiles import (
     Piece,
     Workspace,
     blocks,
-    gradient_pieces,
     hide,
     largest_tile,
     operations,
-    pieces,
+    pieces_of,
     product,
     row_maxima,
     rows_view,
@@ -40,8 +39,6 @@ from cuflash._problem.operand import canonical_view
 from cuflash._problem.options import Options
 from cuflash._problem.philox import WHOLE, Origin
 from cuflash._problem.problem import Problem
-
-_PIECES_A_THREAD = 4  # several, so that threads end at about the same time
 
 
 @contextlib.contextmanager
@@ -150,15 +147,12 @@ def forward(
     ):
         # Formulas are functions of the caller, which may not be thread-safe.
         formulas = options.score_mod is not None or options.mask_mod is not None
-        work = operations(problem)
-        threads = 1 if formulas else worth(threads, work)
-        if memory is None:
-            count = 1 if threads == 1 else pieces_for(threads, _PIECES_A_THREAD * threads, work)
-            parts_of_batch = pieces(problem, count)
+        threads = 1 if formulas else worth(threads, operations(problem))
+        if memory is None or not memory.begin(problem, options, threads):
+            chosen = pieces_of(problem, threads)
         else:
-            memory.begin(problem, options)
-            parts_of_batch = gradient_pieces(problem)
-        Items(parts_of_batch).work(worker, threads)
+            chosen = memory.pieces
+        Items(chosen).work(worker, threads)
 
 
 def _within_range(v: Array, dropout: float) -> tuple[Array, Array | None, bool]:

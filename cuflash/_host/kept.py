@@ -16,7 +16,7 @@ import numpy as np
 
 from cuflash._arrays import Array
 from cuflash._host.scores import Tile, arithmetic
-from cuflash._host.tiles import hide
+from cuflash._host.tiles import Piece, gradient_pieces, hide
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem
 
@@ -30,19 +30,22 @@ class Kept:
 
     def __init__(self) -> None:
         self.tiles: dict[tuple[int, int, int], Weights] = {}
+        self.pieces: list[Piece] = []
         self._memory = np.empty(0, np.uint8)
         self._used = 0
         self._lock = threading.Lock()
         self._first: float = math.inf  # query that is kept
 
-    def begin(self, problem: Problem, options: Options) -> None:
+    def begin(self, problem: Problem, options: Options, threads: int) -> bool:
         """Take memory, if the derivative of a score needs nothing but its probability."""
         if problem.softcap is not None or options.score_mod is not None or options.dropout:
-            return
+            return False
         size = math.prod(problem.batch) * problem.seqlen_k * arithmetic(problem.dtype).itemsize
         rows = min(problem.seqlen_q, KEPT_BYTES // max(size, 1))
         self._first = problem.seqlen_q - rows
         self._memory = np.empty(rows * size, np.uint8)
+        self.pieces = gradient_pieces(problem, threads, independent=True)
+        return True
 
     def __contains__(self, rows: slice) -> bool:
         return rows.start >= self._first
