@@ -22,6 +22,7 @@ from cuflash._host.tiles import (
     Piece,
     Workspace,
     blocks,
+    fits,
     gradient_pieces,
     hide,
     largest_tile,
@@ -163,7 +164,7 @@ def backward(
                     dscore *= dtype.type(problem.scale)
                 if "q" in own:
                     place = own["q"][..., local, :]
-                    if dq is not None or not _fits(place, queries.shape):
+                    if dq is not None or not fits(place, queries.shape, dtype):
                         place = work("dq" if dq is None else "part", queries.shape, dtype)
                     part = product(dscore, k_block * factor, seen, finite, place)
                     dq = part if dq is None else np.add(dq, part, out=dq)
@@ -173,7 +174,7 @@ def backward(
                         place = target = own[name][..., tile.cols, :]
                         shape_t = (*shape[:-2], shape[-1], other.shape[-1])
                         # The first block of queries finds zeros.
-                        if rows.start != span.start or not _fits(target, shape_t):
+                        if rows.start != span.start or not fits(target, shape_t, dtype):
                             place = work("part", shape_t, dtype)
                         part = product(np.swapaxes(factors, -1, -2), other, seen_t, finite, place)
                         if part is not target:
@@ -191,7 +192,8 @@ def backward(
                 shared = {name: own[name] for name in own if not _alone(problem, name, piece[1])}
                 own |= {name: np.zeros(target.shape, dtype) for name, target in shared.items()}
                 add_up(index, piece, work, own)
-                items.in_turn(index, partial(_add_all, shared, own))
+                if shared:  # in all pieces or in none
+                    items.in_turn(index, partial(_add_all, shared, own))
 
     with single_threaded_blas(*largest_tile(problem)) as threads:
         # Formulas are functions of the caller, which may not be thread-safe.
@@ -209,11 +211,6 @@ def backward(
 def _largest(array: Array) -> float:
     """The largest absolute value, or NaN if there is a NaN."""
     return max(float(array.max(initial=0)), -float(array.min(initial=0)))
-
-
-def _fits(target: Array, shape: tuple[int, ...]) -> bool:
-    """Whether BLAS can write a product of this shape into ``target``."""
-    return target.shape == shape and target.flags.c_contiguous
 
 
 def _delta(dout: Array, out: Array) -> Array:

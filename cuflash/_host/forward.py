@@ -23,6 +23,7 @@ from cuflash._host.tiles import (
     Piece,
     Workspace,
     blocks,
+    fits,
     hide,
     largest_tile,
     operations,
@@ -79,6 +80,7 @@ def forward(
         for rows in slices(span.start, span.stop, block_m):
             q_block = scores.queries(q[..., rows, :])
             rows_shape = q_block.shape[:-1]
+            lse_rows, out_rows = lse[entry][..., rows], out[entry][..., rows, :]
             row_max: Any = None  # of the keys so far, as the sum and acc are
             row_sum: Any = None
             acc: Array | None = None
@@ -112,8 +114,10 @@ def forward(
                 kept = scores.kept(tile)
                 if kept is not None:
                     p *= kept
-                name = "acc" if acc is None else "part"
-                place = work(name, (*rows_shape, problem.head_dim_v), dtype)
+                shape = (*rows_shape, problem.head_dim_v)
+                place = out_rows
+                if acc is not None or not fits(place, shape, dtype):
+                    place = work("acc" if acc is None else "part", shape, dtype)
                 part = product(p, v[..., tile.cols, :], seen, finite, place)
                 if acc is None:
                     acc = part
@@ -122,7 +126,6 @@ def forward(
             for tile, seen, weights, shift in shifted:
                 factor = np.where(row_sum == 0, 0, np.exp(shift - row_max) / row_sum)
                 memory.add(index, tile, seen, weights, factor)
-            lse_rows, out_rows = lse[entry][..., rows], out[entry][..., rows, :]
             if row_max is None:
                 lse_rows[...] = -np.inf
             else:

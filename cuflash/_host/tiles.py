@@ -173,6 +173,11 @@ def product(a: Array, b: Array, seen: Array | None, finite: bool, out: Array) ->
     return np.where(poisoned, np.nan, np.matmul(a, np.where(b_finite, b, 0)))
 
 
+def fits(target: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    """Whether BLAS can write a product of this shape into ``target``."""
+    return bool(target.shape == shape and target.dtype == dtype and target.flags.c_contiguous)
+
+
 def row_maxima(scores: Array) -> Array:
     """The largest score of each row, or its first NaN. (D130)"""
     columns = scores.shape[-1]
