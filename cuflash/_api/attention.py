@@ -386,7 +386,10 @@ def attention_vjp(
         What :func:`attention` returns.
     pullback : callable
         ``pullback(dout, *, dlse=None, wrt=("q", "k", "v"))`` returns :class:`Gradients`. It reads
-        the arrays of the call and of ``result`` again: do not overwrite them before that.
+        the arrays of the call and of ``result`` again: do not overwrite them before that. For NumPy
+        arrays it also keeps up to 32 MiB of probabilities, unless the call has a softcap, dropout
+        or a ``score_mod``. Gradients of q, k and v are then rounded differently than those of
+        :func:`attention_backward`, which computes probabilities again.
 
     Raises
     ------

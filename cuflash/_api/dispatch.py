@@ -32,8 +32,9 @@ def run_forward(
 ) -> Any:
     """Fill ``out`` and, unless it is None, ``lse``.
 
-    ``origin`` is the place of a part within its whole call. On the CPU, ``memory`` keeps what a
-    gradient can use. ``for_kernels`` are further keywords of ``_launch.run.forward``. Returns the plan of the kernels if running it again repeats the call.
+    ``origin`` is the place of a part within its whole call. On the CPU, ``memory`` keeps
+    probabilities for the gradient. ``for_kernels`` are further keywords of ``_launch.run.forward``.
+    Returns the plan of the kernels if running it again repeats the call.
     """
     if _nothing_to_sum(problem):
         out.fill(0)

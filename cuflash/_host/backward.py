@@ -54,8 +54,9 @@ def backward(
     memory: Kept | None = None,
 ) -> None:
     """Fill ``gradients``, by input name. ``memory`` holds what the forward kept."""
-    if memory is not None and not memory.pieces or gradients.keys() - {"q", "k", "v"}:
-        memory = None  # sums of options have an order of pieces of their own
+    only_qkv = gradients.keys() <= {"q", "k", "v"}
+    if not only_qkv or (memory is not None and not memory.tiles):
+        memory = None  # pieces of a forward would decide the bits of sums of options
     weights_of = {} if memory is None else memory.tiles
     dtype = arithmetic(problem.dtype)
     dout, out = (
@@ -199,7 +200,7 @@ def backward(
         # Formulas are functions of the caller, which may not be thread-safe.
         threads = 1 if formulas else worth(threads, operations(problem))
         if memory is None:
-            chosen = gradient_pieces(problem, threads, independent=gradients.keys() <= {"q", "k", "v"})
+            chosen = gradient_pieces(problem, threads, independent=only_qkv)
         else:
             chosen = memory.pieces
         Items(chosen).work(worker, threads)

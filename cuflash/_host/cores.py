@@ -231,11 +231,14 @@ class Items(Generic[T]):
                 self._changed.wait_for(lambda: not self._helping)
 
         self._guarded(works_with_helpers)
-        while self._worker is not None or self._helping:  # again if it was interrupted
+        while not self._is_over():  # again if it was interrupted
             self._guarded(ends)
         _idle.extend(helpers)
         if self._error is not None:
             raise self._error
+
+    def _is_over(self) -> bool:
+        return self._worker is None and not self._helping
 
     def _helps(self) -> None:
         """Work in a helper. It keeps no reference to the worker, which refers to arrays."""

@@ -16,8 +16,8 @@ import numpy as np
 
 from cuflash._arrays import Array, Triple
 from cuflash._host.cores import Items, single_threaded_blas, worth
-from cuflash._host.kept import Kept
-from cuflash._host.scores import Tile, arithmetic
+from cuflash._host.kept import Kept, Shifted
+from cuflash._host.scores import arithmetic
 from cuflash._host.tiles import (
     Parts,
     Piece,
@@ -87,12 +87,12 @@ def forward(
             if problem.sink is not None:  # it counts as a key without a value
                 row_max = np.full(rows_shape, scores.sink(rows), dtype)
                 row_sum = np.where(np.isneginf(row_max), dtype.type(0), dtype.type(1))
-            keeps = memory is not None and rows in memory
-            shifted: list[tuple[Tile, Array | None, Array, Array]] = []
+            keeper = memory if memory is not None and memory.keeps(rows) else None
+            shifted: list[Shifted] = []
             for tile, seen in tiles(problem, scores, rows):
                 k_block = k[..., tile.cols, :]
                 shape = (*rows_shape, k_block.shape[-2])
-                place = memory.room(shape, dtype) if keeps else work("score", shape, dtype)
+                place = keeper.room(shape, dtype) if keeper else work("score", shape, dtype)
                 score, _, _ = scores.logits(q_block, k_block, tile, place)
                 hide(score, seen, -np.inf)
                 highest = row_maxima(score)
@@ -109,7 +109,7 @@ def forward(
                     if acc is not None:
                         acc *= rescale[..., None]
                 row_max, row_sum = highest, block_sum
-                if keeps:
+                if keeper:
                     shifted.append((tile, seen, p, shift))
                 kept = scores.kept(tile)
                 if kept is not None:
@@ -123,9 +123,8 @@ def forward(
                     acc = part
                 else:
                     acc += part
-            for tile, seen, weights, shift in shifted:
-                factor = np.where(row_sum == 0, 0, np.exp(shift - row_max) / row_sum)
-                memory.add(index, tile, seen, weights, factor)
+            if keeper:
+                keeper.add(index, shifted, row_max, row_sum)
             if row_max is None:
                 lse_rows[...] = -np.inf
             else:

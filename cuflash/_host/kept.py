@@ -22,14 +22,14 @@ from cuflash._problem.problem import Problem
 
 KEPT_BYTES = 2**25  # of one pullback
 
-Weights = tuple[Array, Array]  # exp(score - a shift of the row), and factors of rows
+Shifted = tuple[Tile, Array | None, Array, Array]  # visibility, exp(score - shift), shift of rows
 
 
 class Kept:
-    """Weights of tiles. Times their factors they are probabilities."""
+    """Weights of tiles, and factors of their rows. The products are probabilities."""
 
     def __init__(self) -> None:
-        self.tiles: dict[tuple[int, int, int], Weights] = {}
+        self.tiles: dict[tuple[int, int, int], tuple[Array, Array]] = {}
         self.pieces: list[Piece] = []
         self._memory = np.empty(0, np.uint8)
         self._used = 0
@@ -47,8 +47,9 @@ class Kept:
         self.pieces = gradient_pieces(problem, threads, independent=True)
         return True
 
-    def __contains__(self, rows: slice) -> bool:
-        return rows.start >= self._first
+    def keeps(self, rows: slice) -> bool:
+        """Whether the weights of these queries are kept."""
+        return bool(rows.start >= self._first)
 
     def room(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Memory for the weights of a tile."""
@@ -57,13 +58,13 @@ class Kept:
             start, self._used = self._used, self._used + size
         return self._memory[start : start + size].view(dtype).reshape(shape)
 
-    def add(
-        self, piece: int, tile: Tile, seen: Array | None, weights: Array, factor: Array
-    ) -> None:
-        """Keep the weights of a tile of a piece of the batch."""
-        wrong = ~np.isfinite(factor)
-        if wrong.any():  # rows with a NaN: in the weights it stays where keys are seen
-            weights[wrong] = np.nan
-            hide(weights, seen, 0)
-            factor[wrong] = 1
-        self.tiles[piece, tile.rows.start, tile.cols.start] = weights, factor
+    def add(self, piece: int, tiles: list[Shifted], row_max: Array, row_sum: Array) -> None:
+        """Keep the tiles of some rows of a piece; the maximum and the sum are of whole rows."""
+        for tile, seen, weights, shift in tiles:
+            factor = np.where(row_sum == 0, 0, np.exp(shift - row_max) / row_sum)
+            wrong = ~np.isfinite(factor)
+            if wrong.any():  # a row with a NaN, which the weights then have where keys are seen
+                weights[wrong] = np.nan
+                hide(weights, seen, 0)
+                factor[wrong] = 1
+            self.tiles[piece, tile.rows.start, tile.cols.start] = weights, factor
