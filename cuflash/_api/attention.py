@@ -388,8 +388,8 @@ def attention_vjp(
         ``pullback(dout, *, dlse=None, wrt=("q", "k", "v"))`` returns :class:`Gradients`. It reads
         the arrays of the call and of ``result`` again: do not overwrite them before that. For NumPy
         arrays it also keeps up to 32 MiB of probabilities, unless the call has a softcap, dropout
-        or a ``score_mod``. Gradients of q, k and v are then rounded differently than those of
-        :func:`attention_backward`, which computes probabilities again.
+        or a ``score_mod``. If ``wrt`` names only q, k and v, gradients are then rounded differently
+        than those of :func:`attention_backward`, which computes probabilities again.
 
     Raises
     ------
