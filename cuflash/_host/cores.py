@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import functools
 import os
 import queue
@@ -163,6 +164,17 @@ def available() -> int:
     return os.cpu_count() or 1
 
 
+#: The core of this thread, where the C library tells it.
+_core: Callable[[], int] = getattr(ctypes.pythonapi, "sched_getcpu", lambda: -1)
+
+
+def _leave_core(core: int) -> None:
+    """Leave the core of the caller, on which Linux may wake a thread though another one is idle."""
+    if _core() == core >= 0 and len(cores := os.sched_getaffinity(0)) > 1:
+        os.sched_setaffinity(0, cores - {core})
+        os.sched_setaffinity(0, cores)
+
+
 @contextlib.contextmanager
 def single_threaded_blas(m: int, n: int, width: int) -> Iterator[int]:
     """Limit BLAS to one thread, and yield how many threads the caller may use instead.
@@ -185,6 +197,7 @@ class Items(Generic[T]):
         self._turn = 0
         self._error: BaseException | None = None
         self._worker: Callable[[Items[T]], None] | None = None  # until the call ends
+        self._core = 0  # of the caller
         self._helping = 0  # threads beside the caller's that may have an item
 
     def __iter__(self) -> Iterator[tuple[int, T]]:
@@ -210,7 +223,7 @@ class Items(Generic[T]):
         The first error ends all threads after their item, and is raised here. So is an interruption
         even while waiting for other threads: none writes results after this call has returned.
         """
-        self._worker = worker
+        self._worker, self._core = worker, _core() if threads > 1 else 0
         helpers: list[_Helper] = []
 
         def works_with_helpers() -> None:
@@ -247,6 +260,7 @@ class Items(Generic[T]):
             if worker is None:  # the helper woke up after the call
                 return
             self._helping += 1
+        _leave_core(self._core)
         with _limit.of_a_call():
             self._guarded(functools.partial(worker, self))
         del worker
