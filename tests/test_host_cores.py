@@ -448,6 +448,28 @@ def test_waiting_threads_refer_to_no_array():
     assert alive() is None
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no cores of a thread")
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_thread_on_the_core_of_its_caller_leaves_it(allowed, monkeypatch):
+    chosen = []
+
+    def choose(_, own):
+        chosen.append(own)
+        if not allowed:
+            raise PermissionError("not allowed")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5})
+    monkeypatch.setattr(os, "sched_setaffinity", choose)
+    monkeypatch.setattr(cores, "_core", lambda: 1)
+    cores._leave_core(0)
+    assert not chosen
+    cores._leave_core(1)
+    assert chosen == [{0, 5}, {0, 1, 5}][: 1 + allowed]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
+    cores._leave_core(1)
+    assert len(chosen) == 1 + allowed
+
+
 def test_a_thread_that_wakes_up_after_the_call_does_nothing():
     items = Items(range(3))
     items.work(list, 1)

@@ -171,8 +171,9 @@ _core: Callable[[], int] = getattr(ctypes.pythonapi, "sched_getcpu", lambda: -1)
 def _leave_core(core: int) -> None:
     """Leave the core of the caller, on which Linux may wake a thread though another one is idle."""
     if _core() == core >= 0 and len(cores := os.sched_getaffinity(0)) > 1:
-        os.sched_setaffinity(0, cores - {core})
-        os.sched_setaffinity(0, cores)
+        with contextlib.suppress(OSError):  # not allowed here
+            os.sched_setaffinity(0, cores - {core})
+            os.sched_setaffinity(0, cores)
 
 
 @contextlib.contextmanager
@@ -260,13 +261,16 @@ class Items(Generic[T]):
             if worker is None:  # the helper woke up after the call
                 return
             self._helping += 1
-        _leave_core(self._core)
-        with _limit.of_a_call():
-            self._guarded(functools.partial(worker, self))
+        self._guarded(functools.partial(self._works_elsewhere, worker))
         del worker
         with self._changed:
             self._helping -= 1
             self._changed.notify_all()
+
+    def _works_elsewhere(self, worker: Callable[[Items[T]], None]) -> None:
+        _leave_core(self._core)
+        with _limit.of_a_call():
+            worker(self)
 
     def _guarded(self, task: Callable[[], None]) -> None:
         """Call ``task``, and keep its error if it is the first."""
