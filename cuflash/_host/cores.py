@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-#: Floating-point operations that are worth a thread: 0.2 ms, twice the start of a thread.
+#: Floating-point operations that are worth a thread: 0.2 ms, several times the time to wake one.
 WORTH_A_THREAD = 2**24
 #: OpenBLAS computes smaller products (multiply-adds, elements of a matrix) on one thread anyway.
 SMALL_PRODUCT, SMALL_MATRIX = 2**18, 2**13
