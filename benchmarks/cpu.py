@@ -5,8 +5,9 @@
 
 Batch 1, 8 heads, float32. cuflash, dense NumPy and a product of two 1024 x 1024 matrices (sgemm)
 run interleaved, each three times in a row; best times count. One thread is timed by its thread
-clock, which stops while others use the core; several threads by wall time. The dense gradient
-receives the probabilities that its forward kept. The result is
+clock, which stops while others use the core; several threads by wall time. Passes: ``bwd`` is
+attention_backward, ``pullback`` that of attention_vjp, ``fwd+bwd`` attention_vjp and its pullback.
+The dense gradient receives the probabilities that its forward kept. The result is
 benchmarks/results/cpu-dense-<date>.json.
 """
 
@@ -35,9 +36,9 @@ from benchmarks.peers import naive_backward, naive_forward  # noqa: E402
 HEADS = 8
 SGEMM = 1024
 IN_A_ROW = 3  # in the first, caches hold arrays of another call
-PASSES = ("fwd", "bwd", "fwd+bwd")
-#: Operations of each pass, as a multiple of the forward's.
-FLOPS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
+PASSES = ("fwd", "bwd", "pullback", "fwd+bwd")
+#: Operations of each pass, as a multiple of the forward's; kept probabilities save a product.
+FLOPS = {"fwd": 1.0, "bwd": 2.5, "pullback": 2.0, "fwd+bwd": 3.0}
 
 Call = Callable[[], Any]
 
@@ -51,10 +52,10 @@ def calls(seqlen: int, head_dim: int, causal: bool) -> dict[tuple[str, str], Cal
     options = cuflash.Options(causal=causal)
     out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
     p = naive_forward(q, k, v, mask, scale)[1]
+    _, pullback = cuflash.attention_vjp(q, k, v, options=options)
 
     def ours() -> Any:
-        out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
-        return cuflash.attention_backward(dout, q, k, v, out, lse, options=options)
+        return cuflash.attention_vjp(q, k, v, options=options)[1](dout)
 
     def dense() -> Any:
         return naive_backward(dout, q, k, v, naive_forward(q, k, v, mask, scale)[1], scale)
@@ -66,6 +67,8 @@ def calls(seqlen: int, head_dim: int, causal: bool) -> dict[tuple[str, str], Cal
             dout, q, k, v, out, lse, options=options
         ),
         ("dense", "bwd"): lambda: naive_backward(dout, q, k, v, p, scale),
+        ("cuflash", "pullback"): lambda: pullback(dout),
+        ("dense", "pullback"): lambda: naive_backward(dout, q, k, v, p, scale),
         ("cuflash", "fwd+bwd"): ours,
         ("dense", "fwd+bwd"): dense,
     }

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,7 +20,7 @@ import cuflash
 from cuflash._host import cores, forward
 from cuflash._host.cores import Items
 from cuflash.testing._budget import Budget
-from support.problems import FIELDS, Call, run
+from support.problems import Call, run
 
 BLAS = ThreadpoolController().select(user_api="blas")
 needs_blas = pytest.mark.skipif(
@@ -46,11 +47,12 @@ def call_of(shape_q, shape_k, dtype, wrt, options):
 
 
 def bits(call):
-    """Return the bits of all results."""
+    """Return the bits of all results, also those of a pullback, which keeps probabilities."""
     q, k, v, options = call.q, call.k, call.v, call.options
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
     gradients = cuflash.attention_backward(call.dout, q, k, v, out, lse, wrt=call.wrt, **options)
-    found = [out, lse, *(getattr(gradients, FIELDS[name]) for name in call.wrt)]
+    (again, _), pullback = cuflash.attention_vjp(q, k, v, return_lse=True, **options)
+    found = [out, lse, again, *gradients, *pullback(call.dout), *pullback(call.dout, wrt=call.wrt)]
     return [np.asarray(array).tobytes() for array in found]
 
 
@@ -411,7 +413,98 @@ def test_an_error_of_a_thread_is_the_error_of_the_call(monkeypatch, worth_thread
     monkeypatch.setattr(forward, "product", lambda *_: raise_in(caller))
     with threadpool_limits(3), pytest.raises(MemoryError, match="in a thread"):
         cuflash.attention(q, q, q)
-    assert threading.active_count() == 1 or all(t.name != "cuflash" for t in threading.enumerate())
+    monkeypatch.undo()
+    assert np.all(cuflash.attention(q, q, q) == 1)
+
+
+def helpers():
+    return {thread for thread in threading.enumerate() if thread.name == "cuflash"}
+
+
+def in_two_threads(count=2):
+    """Run ``count`` items, which begin only when another thread has begun one, too."""
+    both = threading.Barrier(2)
+    Items(range(count)).work(lambda items: [both.wait(10) for _ in items], 2)
+
+
+def test_a_thread_helps_one_call_after_another():
+    in_two_threads()
+    before = helpers()
+    for _ in range(5):
+        in_two_threads()
+    assert helpers() == before
+
+
+def test_waiting_threads_refer_to_no_array():
+    both, array = threading.Barrier(2), np.ones(3)
+    alive = weakref.ref(array)
+
+    def worker(items, array=array):
+        for _ in items:
+            both.wait(10)
+
+    Items(range(2)).work(worker, 2)
+    del array, worker
+    assert alive() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no cores of a thread")
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_thread_on_the_core_of_its_caller_leaves_it(allowed, monkeypatch):
+    chosen = []
+
+    def choose(_, own):
+        chosen.append(own)
+        if not allowed:
+            raise PermissionError("not allowed")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5})
+    monkeypatch.setattr(os, "sched_setaffinity", choose)
+    monkeypatch.setattr(cores, "_core", lambda: 1)
+    cores._leave_core(0)
+    assert not chosen
+    cores._leave_core(1)
+    assert chosen == [{0, 5}, {0, 1, 5}][: 1 + allowed]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
+    cores._leave_core(1)
+    assert len(chosen) == 1 + allowed
+
+
+def test_a_thread_that_wakes_up_after_the_call_does_nothing():
+    items = Items(range(3))
+    items.work(list, 1)
+    items._helps()
+    assert items._helping == 0
+
+
+@needs_fork
+def test_threads_that_wait_end_before_a_fork():
+    """They would not go on in the child; and Python 3.12 warns of a fork beside threads."""
+    in_two_threads()
+    assert helpers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert in_a_fork(in_two_threads) == 0
+    assert not helpers()
+    in_two_threads()
+
+
+@needs_fork
+def test_a_process_may_fork_while_a_thread_helps():
+    begun, leave = threading.Barrier(3), threading.Event()
+
+    def worker(items):
+        for _ in items:
+            begun.wait(10)
+            leave.wait(10)
+
+    other = threading.Thread(target=Items(range(2)).work, args=(worker, 2))
+    other.start()
+    begun.wait(10)
+    status = in_a_fork(in_two_threads)
+    leave.set()
+    other.join()
+    assert status == 0
 
 
 @needs_blas

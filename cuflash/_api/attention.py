@@ -9,7 +9,8 @@ import numpy as np
 from cuflash._api import arguments, float8
 from cuflash._api.arguments import QKV, CallKeywords, Keywords, VjpKeywords
 from cuflash._api.dispatch import launch, run_backward, run_forward
-from cuflash._arrays import Array, NativeT, on_device_of
+from cuflash._arrays import Array, NativeT, Triple, on_device_of
+from cuflash._host.kept import Kept
 from cuflash._launch.plan_cache import may_be_known, recall, remember
 from cuflash._problem.checks import flag
 from cuflash._problem.options import (
@@ -150,14 +151,26 @@ def attention(
     if plain and (known := recall(chosen, return_lse, (q, k, v))) is not None:
         return known
     given = Keywords(axes, precision, deterministic, return_lse, out, workspace, config)
+    return _of_any_dtype(q, k, v, chosen, given, plain=plain)
+
+
+def _of_any_dtype(q: Array, k: Array, v: Array, *call: Any, **how: Any) -> Any:
+    """``_attention``, also of 8-bit arrays."""
     with on_device_of(q):
-        if float8.among(chosen, q, k, v):
-            return float8.forward(_attention, q, k, v, chosen, given)
-        return _attention(q, k, v, chosen, given, plain=plain)
+        if float8.among(call[0], q, k, v):
+            return float8.forward(_attention, q, k, v, *call)
+        return _attention(q, k, v, *call, **how)
 
 
 def _attention(
-    q: Array, k: Array, v: Array, chosen: Options, keywords: Keywords, *, plain: bool = False
+    q: Array,
+    k: Array,
+    v: Array,
+    chosen: Options,
+    keywords: Keywords,
+    *,
+    plain: bool = False,
+    memory: Kept | None = None,
 ) -> Any:
     """Check and run one call. A ``plain`` call is remembered, so that its repetition is cheap."""
     axes, precision, deterministic, return_lse, out, workspace, config = keywords
@@ -169,7 +182,9 @@ def _attention(
     inputs = given | arrays_read(chosen)
     with_lse = return_lse or xp is np
     out, lse = arguments.results(xp, pair, problem, inputs, with_lse=with_lse)
-    plan = run_forward(problem, qkv, chosen, out, lse, workspace=workspace, config=config)
+    plan = run_forward(
+        problem, qkv, chosen, out, lse, memory=memory, workspace=workspace, config=config
+    )
     if plain and plan is not None and may_be_known(chosen):
         repeat = launch().repeated_forward(plan, problem, qkv[0], chosen, lse)
         remember(repeat, chosen, return_lse, qkv)
@@ -288,6 +303,24 @@ def attention_backward(
         known: Gradients | None = recall(chosen, deterministic, (q, k, v), (dout, out, lse))
         if known is not None:
             return known
+    given = Keywords(axes, precision, deterministic, True, None, workspace, config)
+    return _gradient((dout, out, lse, dlse), (q, k, v), wrt, grads_out, chosen, given, plain=plain)
+
+
+def _gradient(
+    saved: tuple[Array, Array, Array, Array | None],
+    qkv: Triple,
+    wrt: tuple[str, ...],
+    grads_out: Gradients | None,
+    chosen: Options,
+    keywords: Keywords,
+    *,
+    plain: bool = False,
+    memory: Kept | None = None,
+) -> Gradients:
+    """Check and run one call; ``plain`` as for ``_attention``."""
+    axes, precision, deterministic, _, _, workspace, config = keywords
+    (dout, out, lse, dlse), (q, k, v) = saved, qkv
     with on_device_of(dout):
         if float8.among(chosen, q, k, v, dout):
             dout, q, k, v, chosen = float8.of_gradient(dout, q, k, v, out, chosen, axes)
@@ -296,18 +329,18 @@ def attention_backward(
         arguments.check_common(qkv[0], deterministic, workspace, config)
         config = override.of_backward(config)
         problem = describe(*qkv, chosen, axes=axes, precision=precision)
-        saved = arguments.saved_arrays("attention", problem, given["q"], dout, out, lse, dlse)
-        read = given | arrays_read(chosen) | saved._asdict()
+        arrays = arguments.saved_arrays("attention", problem, given["q"], dout, out, lse, dlse)
+        read = given | arrays_read(chosen) | arrays._asdict()
         gradients = arguments.gradient_buffers(xp, wanted, grads_out, read)
         plan = run_backward(
-            problem, qkv, chosen, saved, gradients,
+            problem, qkv, chosen, arrays, gradients, memory=memory,
             workspace=workspace, config=config, deterministic=bool(deterministic),
         )  # fmt: skip
         unpromoted = all(a is b for a, b in zip(given.values(), qkv, strict=True))
         if plain and plan is not None and unpromoted and may_be_known(chosen):
-            repeat = launch().repeated_backward(plan, problem, qkv, chosen, saved)
+            repeat = launch().repeated_backward(plan, problem, qkv, chosen, arrays)
             if repeat is not None:
-                remember(repeat, chosen, deterministic, qkv, saved[:3])
+                remember(repeat, chosen, deterministic, qkv, arrays[:3])
         return arguments.by_field(gradients, wrt)
 
 
@@ -353,7 +386,10 @@ def attention_vjp(
         What :func:`attention` returns.
     pullback : callable
         ``pullback(dout, *, dlse=None, wrt=("q", "k", "v"))`` returns :class:`Gradients`. It reads
-        the arrays of the call and of ``result`` again: do not overwrite them before that.
+        the arrays of the call and of ``result`` again: do not overwrite them before that. For NumPy
+        arrays it also keeps up to 32 MiB of probabilities, unless the call has a softcap, dropout
+        or a ``score_mod``. If ``wrt`` names only q, k and v, gradients are then rounded differently
+        than those of :func:`attention_backward`, which computes probabilities again.
 
     Raises
     ------
@@ -370,16 +406,24 @@ def attention_vjp(
     """
     chosen = resolve(options, score_options)
     return_lse = flag("return_lse", return_lse)
-    common: dict[str, Any] = {"options": chosen, "axes": axes, "precision": precision}
-    common["deterministic"] = deterministic
-    result = attention(q, k, v, return_lse=True, **common)
+    given = Keywords(axes, precision, deterministic, True, None, None, None)
+    plain = axes is precision is None and deterministic is True
+    memory = Kept()
+    result = recall(chosen, True, (q, k, v)) if plain else None
+    if result is None:
+        result = _of_any_dtype(q, k, v, chosen, given, plain=plain, memory=memory)
 
     def pullback(
         dout: Array, /, *, dlse: Array | None = None, wrt: tuple[str, ...] = QKV
     ) -> Gradients:
+        out, lse = result
+        if memory.tiles:
+            saved = dout, out, lse, dlse
+            return _gradient(saved, (q, k, v), wrt, None, chosen, given, memory=memory)
         return attention_backward(
-            dout, q, k, v, result.out, result.lse, dlse=dlse, wrt=wrt, **common
-        )
+            dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, options=chosen, axes=axes,
+            precision=precision, deterministic=deterministic,
+        )  # fmt: skip
 
     return (result if return_lse else result.out), pullback
 

@@ -11,6 +11,7 @@ from cuflash._errors import not_yet
 from cuflash._host import cache as on_the_host
 from cuflash._host.backward import backward
 from cuflash._host.forward import forward
+from cuflash._host.kept import Kept
 from cuflash._problem.option_table import of_stages
 from cuflash._problem.options import Options
 from cuflash._problem.philox import BLOCK, WHOLE, Origin
@@ -26,12 +27,14 @@ def run_forward(
     lse: Array | None,
     *,
     origin: Origin = WHOLE,
+    memory: Kept | None = None,
     **for_kernels: Any,
 ) -> Any:
     """Fill ``out`` and, unless it is None, ``lse``.
 
-    ``origin`` is the place of a part within its whole call. ``for_kernels`` are further keywords of
-    ``_launch.run.forward``. Returns the plan of the kernels if running it again repeats the call.
+    ``origin`` is the place of a part within its whole call. On the CPU, ``memory`` keeps
+    probabilities for the gradient. ``for_kernels`` are further keywords of ``_launch.run.forward``.
+    Returns the plan of the kernels if running it again repeats the call.
     """
     if _nothing_to_sum(problem):
         out.fill(0)
@@ -41,7 +44,7 @@ def run_forward(
     if is_cupy(out):
         problem = placed(problem, options, origin)
         return launch().forward(problem, qkv, options, out, lse, **for_kernels)
-    forward(problem, qkv, options, out, lse, origin=origin)
+    forward(problem, qkv, options, out, lse, origin=origin, memory=memory)
     return None
 
 
@@ -53,6 +56,7 @@ def run_backward(
     gradients: dict[str, Array],
     *,
     origin: Origin = WHOLE,
+    memory: Kept | None = None,
     **for_kernels: Any,
 ) -> Any:
     """Fill ``gradients``, by input name; other arguments as for :func:`run_forward`.
@@ -66,7 +70,7 @@ def run_backward(
     if is_cupy(saved.dout):
         problem = placed(problem, options, origin)
         return launch().backward(problem, qkv, options, saved, gradients, **for_kernels)
-    backward(problem, qkv, options, saved, gradients, origin=origin)
+    backward(problem, qkv, options, saved, gradients, origin=origin, memory=memory)
     return None
 
 

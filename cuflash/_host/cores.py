@@ -3,15 +3,18 @@
 Our own threads take items of one list, and BLAS gets one thread. Threads of BLAS would wait for
 each other at every tile, and how BLAS divides a product decides the bits. (D127)
 
-Threads end with the call, so that none is left to break in a forked process.
+Threads that helped wait for the next call. They end before the process forks, because a forked
+process would wait for them for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import functools
 import os
+import queue
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-#: Floating-point operations that are worth a thread: 0.2 ms, twice the start of a thread.
+#: Floating-point operations that are worth a thread: 0.2 ms, several times the time to wake one.
 WORTH_A_THREAD = 2**24
 #: OpenBLAS computes smaller products (multiply-adds, elements of a matrix) on one thread anyway.
 SMALL_PRODUCT, SMALL_MATRIX = 2**18, 2**13
@@ -101,19 +104,56 @@ def _libraries() -> tuple[Any, ...]:
 _limit = _Limit()
 
 
-def _forget_calls_of_the_parent() -> None:
-    """In a forked process, end the limit of calls in other threads, which do not go on there."""
+class _Helper:
+    """A thread that runs one task after another, and waits between them."""
+
+    def __init__(self) -> None:
+        self.tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Nobody waits for it when the interpreter exits.
+        self._thread = threading.Thread(target=self._run, name="cuflash", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (task := self.tasks.get()) is not None:
+            task()
+            del task
+
+    def end(self) -> None:
+        self.tasks.put(None)
+        self._thread.join()
+
+
+_idle: list[_Helper] = []
+
+
+def _helper() -> _Helper:
+    """A thread that waits for tasks; RuntimeError if the system has no more threads."""
+    try:
+        return _idle.pop()
+    except IndexError:
+        return _Helper()
+
+
+def _before_a_fork() -> None:
+    while _idle:
+        _idle.pop().end()
+    # No thread sets a number during the fork: a lock of threadpoolctl would stay locked.
+    _limit.lock.acquire()
+
+
+def _after_a_fork_in_the_child() -> None:
+    """End the limit of calls in other threads, which do not go on here; their helpers are gone."""
     global _limit
     before, _limit = _limit, _Limit()
     before.restore(every=True)
+    _idle.clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        # No thread sets a number during the fork: a lock of threadpoolctl would stay locked.
-        before=lambda: _limit.lock.acquire(),
+        before=_before_a_fork,
         after_in_parent=lambda: _limit.lock.release(),
-        after_in_child=_forget_calls_of_the_parent,
+        after_in_child=_after_a_fork_in_the_child,
     )
 
 
@@ -122,6 +162,18 @@ def available() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+#: The core of this thread, where the C library tells it.
+_core: Callable[[], int] = getattr(ctypes.pythonapi, "sched_getcpu", lambda: -1)
+
+
+def _leave_core(core: int) -> None:
+    """Leave the core of the caller, on which Linux may wake a thread though another one is idle."""
+    if _core() == core >= 0 and len(cores := os.sched_getaffinity(0)) > 1:
+        with contextlib.suppress(OSError):  # not allowed here
+            os.sched_setaffinity(0, cores - {core})
+            os.sched_setaffinity(0, cores)
 
 
 @contextlib.contextmanager
@@ -145,6 +197,8 @@ class Items(Generic[T]):
         self._changed = threading.Condition()
         self._turn = 0
         self._error: BaseException | None = None
+        self._worker: Callable[[Items[T]], None] | None = None  # until the call ends
+        self._core = 0  # of the caller
         self._helping = 0  # threads beside the caller's that may have an item
 
     def __iter__(self) -> Iterator[tuple[int, T]]:
@@ -170,41 +224,53 @@ class Items(Generic[T]):
         The first error ends all threads after their item, and is raised here. So is an interruption
         even while waiting for other threads: none writes results after this call has returned.
         """
-        helpers: list[threading.Thread] = []
-
-        def helps() -> None:
-            with self._changed:
-                self._helping += 1
-            with _limit.of_a_call():
-                self._guarded(lambda: worker(self))
-            with self._changed:
-                self._helping -= 1
-                self._changed.notify_all()
+        self._worker, self._core = worker, _core() if threads > 1 else 0
+        helpers: list[_Helper] = []
 
         def works_with_helpers() -> None:
-            # While the interpreter exits, a new thread would never start (Python < 3.12).
+            # While the interpreter exits, threads that wait never go on, and new ones never start.
             for _ in range(0 if sys.is_finalizing() else threads - 1):
-                # The context holds np.errstate.
-                run = contextvars.copy_context().run
-                helper = threading.Thread(target=run, args=(helps,), name="cuflash")
                 try:
-                    helper.start()
+                    helpers.append(_helper())
                 except RuntimeError:  # the interpreter exits, or the system has no more threads
                     break
-                helpers.append(helper)
+                # The context holds np.errstate.
+                run = contextvars.copy_context().run
+                helpers[-1].tasks.put(functools.partial(run, self._helps))
             worker(self)
 
-        def waits() -> None:
+        def ends() -> None:
             with self._changed:
+                self._worker = None
                 self._changed.wait_for(lambda: not self._helping)
 
         self._guarded(works_with_helpers)
-        while self._helping:  # Thread.join no longer waits once it was interrupted
-            self._guarded(waits)
-        for helper in helpers:
-            helper.join()
+        while not self._is_over():  # again if it was interrupted
+            self._guarded(ends)
+        _idle.extend(helpers)
         if self._error is not None:
             raise self._error
+
+    def _is_over(self) -> bool:
+        return self._worker is None and not self._helping
+
+    def _helps(self) -> None:
+        """Work in a helper. It keeps no reference to the worker, which refers to arrays."""
+        with self._changed:
+            worker = self._worker
+            if worker is None:  # the helper woke up after the call
+                return
+            self._helping += 1
+        self._guarded(functools.partial(self._works_elsewhere, worker))
+        del worker
+        with self._changed:
+            self._helping -= 1
+            self._changed.notify_all()
+
+    def _works_elsewhere(self, worker: Callable[[Items[T]], None]) -> None:
+        _leave_core(self._core)
+        with _limit.of_a_call():
+            worker(self)
 
     def _guarded(self, task: Callable[[], None]) -> None:
         """Call ``task``, and keep its error if it is the first."""

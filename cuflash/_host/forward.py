@@ -15,17 +15,19 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array, Triple
-from cuflash._host.cores import Items, pieces_for, single_threaded_blas, worth
-from cuflash._host.scores import Entry, arithmetic
+from cuflash._host.cores import Items, single_threaded_blas, worth
+from cuflash._host.kept import Kept, Shifted
+from cuflash._host.scores import arithmetic
 from cuflash._host.tiles import (
     Parts,
     Piece,
     Workspace,
     blocks,
+    fits,
     hide,
     largest_tile,
     operations,
-    pieces,
+    pieces_of,
     product,
     row_maxima,
     rows_view,
@@ -38,8 +40,6 @@ from cuflash._problem.operand import canonical_view
 from cuflash._problem.options import Options
 from cuflash._problem.philox import WHOLE, Origin
 from cuflash._problem.problem import Problem
-
-_PIECES_A_THREAD = 4  # several, so that threads end at about the same time
 
 
 @contextlib.contextmanager
@@ -63,8 +63,9 @@ def forward(
     lse: Array,
     *,
     origin: Origin = WHOLE,
+    memory: Kept | None = None,
 ) -> None:
-    """Fill ``out`` and ``lse``; ``origin`` places a part of a call for dropout."""
+    """Fill ``out``, ``lse`` and ``memory``; ``origin`` places a part of a call for dropout."""
     dtype = arithmetic(problem.dtype)
     results = canonical_view(out, problem.out), rows_view(problem, lse)
     block_m, block_n = blocks(problem)
@@ -72,21 +73,26 @@ def forward(
 
     ones, lowest = np.ones(block_n, dtype), np.finfo(dtype).min
 
-    def fill(entry: Entry, piece: slice, work: Workspace) -> None:
+    def fill(index: int, piece: Piece, work: Workspace) -> None:
+        entry, span = piece
         scores, q, k, v = parts.of(entry)
         v, unit, finite = _within_range(v, options.dropout)
-        for rows in slices(piece.start, piece.stop, block_m):
+        for rows in slices(span.start, span.stop, block_m):
             q_block = scores.queries(q[..., rows, :])
             rows_shape = q_block.shape[:-1]
+            lse_rows, out_rows = lse[entry][..., rows], out[entry][..., rows, :]
             row_max: Any = None  # of the keys so far, as the sum and acc are
             row_sum: Any = None
             acc: Array | None = None
             if problem.sink is not None:  # it counts as a key without a value
                 row_max = np.full(rows_shape, scores.sink(rows), dtype)
                 row_sum = np.where(np.isneginf(row_max), dtype.type(0), dtype.type(1))
+            keeper = memory if memory is not None and memory.keeps(rows) else None
+            shifted: list[Shifted] = []
             for tile, seen in tiles(problem, scores, rows):
                 k_block = k[..., tile.cols, :]
-                place = work("score", (*rows_shape, k_block.shape[-2]), dtype)
+                shape = (*rows_shape, k_block.shape[-2])
+                place = keeper.room(shape, dtype) if keeper else work("score", shape, dtype)
                 score, _, _ = scores.logits(q_block, k_block, tile, place)
                 hide(score, seen, -np.inf)
                 highest = row_maxima(score)
@@ -103,17 +109,22 @@ def forward(
                     if acc is not None:
                         acc *= rescale[..., None]
                 row_max, row_sum = highest, block_sum
+                if keeper:
+                    shifted.append((tile, seen, p, shift))
                 kept = scores.kept(tile)
                 if kept is not None:
                     p *= kept
-                name = "acc" if acc is None else "part"
-                place = work(name, (*rows_shape, problem.head_dim_v), dtype)
+                shape = (*rows_shape, problem.head_dim_v)
+                place = out_rows
+                if acc is not None or not fits(place, shape, dtype):
+                    place = work("acc" if acc is None else "part", shape, dtype)
                 part = product(p, v[..., tile.cols, :], seen, finite, place)
                 if acc is None:
                     acc = part
                 else:
                     acc += part
-            lse_rows, out_rows = lse[entry][..., rows], out[entry][..., rows, :]
+            if keeper:
+                keeper.add(index, shifted, row_max, row_sum)
             if row_max is None:
                 lse_rows[...] = -np.inf
             else:
@@ -129,8 +140,8 @@ def forward(
 
     def worker(items: Items[Piece]) -> None:
         with workspace() as work:
-            for _, (entry, piece) in items:
-                fill(entry, piece, work)
+            for index, piece in items:
+                fill(index, piece, work)
 
     with (
         written_at_the_end(options, *results) as (out, lse),
@@ -138,10 +149,12 @@ def forward(
     ):
         # Formulas are functions of the caller, which may not be thread-safe.
         formulas = options.score_mod is not None or options.mask_mod is not None
-        work = operations(problem)
-        threads = 1 if formulas else worth(threads, work)
-        count = 1 if threads == 1 else pieces_for(threads, _PIECES_A_THREAD * threads, work)
-        Items(pieces(problem, count)).work(worker, threads)
+        threads = 1 if formulas else worth(threads, operations(problem))
+        if memory is None or not memory.begin(problem, options, threads):
+            chosen = pieces_of(problem, threads)
+        else:
+            chosen = memory.pieces
+        Items(chosen).work(worker, threads)
 
 
 def _within_range(v: Array, dropout: float) -> tuple[Array, Array | None, bool]:

@@ -74,6 +74,7 @@ class Scores:
         self.q_length = integers("q_lengths", problem.q_length_value, problem.seqlen_q)
         self.kv_length = integers("kv_lengths", problem.kv_length_value, problem.seqlen_k)
         self.offset = integers("offset", problem.offset_value, self.kv_length - self.q_length)
+        self.has_all_queries = isinstance(self.q_length, int) and self.q_length >= problem.seqlen_q
         structure = (self.q_length, self.kv_length, self.offset)
         self.alike = all(isinstance(value, int) for value in structure)
         named = self._arrays.keys() & {"mask", "bias", "segment_ids_q"}

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array, Triple
+from cuflash._host.cores import pieces_for, worth
 from cuflash._host.scores import Entry, Scores, Tile, arithmetic
 from cuflash._problem.operand import canonical_view
 from cuflash._problem.options import Options
@@ -25,6 +26,8 @@ from cuflash._problem.problem import Problem
 BLOCK_M = BLOCK_N = 512
 TILE_ELEMENTS = BLOCK_M * BLOCK_N  # most scores of a tile, of all its entries together
 _BESIDE_WINDOWS = 256  # most queries of a tile with a window, so that most see most of its keys
+_PIECES_A_THREAD = 4  # several, so that threads end at about the same time
+_GRADIENT_PIECES = 8  # of a batch with fewer entries, if there is enough work
 ALIGNMENT = 64  # the first and last key of a window are rounded to multiples of this
 
 Piece = tuple[Entry, slice]  # entries that a tile carries together, and their rows
@@ -99,6 +102,30 @@ def pieces(problem: Problem, at_least: int) -> list[Piece]:
     return list(itertools.product(entries, rows))
 
 
+def pieces_of(problem: Problem, threads: int) -> list[Piece]:
+    """Pieces of a forward. They decide no bits, so that one thread takes as few as possible."""
+    return pieces(problem, _pieces_of_threads(problem, threads))
+
+
+def gradient_pieces(problem: Problem, threads: int, *, independent: bool) -> list[Piece]:
+    """Pieces of a gradient, whose number decides the bits if they add to the same elements.
+
+    It then depends on no threads. ``independent``: only gradients of q, k and v are wanted.
+    """
+    summed = any(any(getattr(problem, name).summed) for name in "qkv")
+    if independent and not summed and math.prod(problem.batch) >= _GRADIENT_PIECES:
+        entries = _entries(problem, _pieces_of_threads(problem, threads))
+        return [(entry, slice(0, problem.seqlen_q)) for entry in entries]
+    work = operations(problem)
+    return pieces(problem, pieces_for(worth(2, work), _GRADIENT_PIECES, work))
+
+
+def _pieces_of_threads(problem: Problem, threads: int) -> int:
+    if threads == 1:
+        return 1
+    return pieces_for(threads, _PIECES_A_THREAD * threads, operations(problem))
+
+
 def blocks(problem: Problem) -> tuple[int, int]:
     """Queries and keys of a tile: equal blocks, as few as the largest tile allows."""
     windowed = (problem.window_left, problem.window_right) != (None, None)
@@ -144,6 +171,11 @@ def product(a: Array, b: Array, seen: Array | None, finite: bool, out: Array) ->
     else:
         poisoned = np.matmul(seen.astype(a.dtype), (~b_finite).astype(a.dtype)) > 0
     return np.where(poisoned, np.nan, np.matmul(a, np.where(b_finite, b, 0)))
+
+
+def fits(target: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    """Whether BLAS can write a product of this shape into ``target``."""
+    return bool(target.shape == shape and target.dtype == dtype and target.flags.c_contiguous)
 
 
 def row_maxima(scores: Array) -> Array:
