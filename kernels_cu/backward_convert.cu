@@ -3,7 +3,8 @@
 //
 // A thread block converts one block of queries of backward_sm90.cu, each warp one slice of it. If
 // the block has several sums, they are added in order. Nothing was stored for a block that sees no
-// key: its dq is zero.
+// key: its dq is zero. Where the tile that added last has stored dq (Config::finishes_dq), only
+// rows that are not finite are left to do.
 #include "sm90/bias_gradient.cuh"
 #include "sm90/dq_accum.cuh"
 #include "sm90/dq_semaphore.cuh"
@@ -21,6 +22,9 @@ CUFLASH_DEVICE uint32_t convert_slice(const BackwardParams& params, const BatchI
   if (slice >= sums.slices(block, part)) return 0;
   const Score score(params.score, entry);
   const int end = score.kv_blocks(block * Config::block_m, (block + 1) * Config::block_m).end;
+  if (Config::finishes_dq && end > 0) {  // some tile added, and the last one stored dq
+    return sums.template slice<tiles>(block, part, slice).non_finite_rows();
+  }
   const auto for_each_stored = [&](auto visit) {
 #pragma unroll 1
     for (int sum = 0; sum < params.dq_sums; ++sum) {

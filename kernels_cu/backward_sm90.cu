@@ -22,14 +22,15 @@
 //
 // In warpgroup 0, warp 0 draws tiles and loads, and warps 1 and 2 write sums. The two writers
 // alternate between blocks: while one waits until its sums are visible to all, the other adds. Then
-// come the consumers, which own keys. The last warpgroup multiplies dq. The next tile is loaded
-// while dk and dv are stored. Barriers: sm90/one_pass.cuh. (D22)
+// come the consumers, which own keys. The last warpgroup multiplies dq, and where tiles are few
+// also finishes it (sm90/finishing_dq.cuh). The next tile is loaded while dk and dv are stored.
+// Barriers: sm90/one_pass.cuh. (D22)
 //
 // Ping-pong: named barriers pass the right to start products between the two consumers, so that one
 // computes exponentials and ds while the products of the other run.
 #include "ptx/stmatrix.cuh"
 #include "sm90/dkv_parts.cuh"
-#include "sm90/dq_warpgroup.cuh"
+#include "sm90/finishing_dq.cuh"
 #include "sm90/one_pass.cuh"
 
 namespace cuflash {
@@ -259,7 +260,7 @@ struct Consumer : DkvWarpgroup<64> {
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
-    cuflash_backward_sm90(const __grid_constant__ cuflash::BackwardSm90Params params) {
+    cuflash_backward_sm90(const __grid_constant__ cuflash::BackwardOnePassParams params) {
   using namespace cuflash;
   SharedMemory& smem = shared_memory<SharedMemory>();
   if (threadIdx.x == 0) init_barriers(smem);
@@ -267,7 +268,9 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   if (sequences_overlap(params.score)) return;
   __syncthreads();  // all mbarriers are initialised
   // Registers of each thread. Summed over all warpgroups they equal what the block got at launch.
-  constexpr int producer_registers = 32, consumer_registers = 208, dq_registers = 64;
+  constexpr int producer_registers = Config::finishes_dq ? 24 : 32;
+  constexpr int consumer_registers = Config::finishes_dq && Config::head_dim <= 96 ? 200 : 208;
+  constexpr int dq_registers = 512 - producer_registers - 2 * consumer_registers;
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   if (warp < 4) {
     ptx::setmaxnreg_dec<producer_registers>();
@@ -279,6 +282,6 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     Consumer{{params, smem, warp / 4 - 1}}.run();
   } else {
     ptx::setmaxnreg_dec<dq_registers>();
-    DqWarpgroup{params, smem}.run();
+    If<Config::finishes_dq, FinishingDqWarpgroup, AddingDqWarpgroup>{{params, smem}}.run();
   }
 }

@@ -135,9 +135,10 @@ struct Defaults {
   static constexpr bool grad_k = true;
   static constexpr bool grad_v = true;
   static constexpr bool grad_lse = false;
-  static constexpr bool grad_bias = false;  // also write dbias, with one element for each pair?
-  static constexpr bool rotates = false;    // is x multiplied by a random rotation?
-  static constexpr bool writes = false;     // false: first pass, finds scales. true: quantises
+  static constexpr bool grad_bias = false;    // also write dbias, with one element for each pair?
+  static constexpr bool finishes_dq = false;  // does the tile that adds last to dq store it?
+  static constexpr bool rotates = false;      // is x multiplied by a random rotation?
+  static constexpr bool writes = false;       // false: first pass, finds scales. true: quantises
   static constexpr SumsTo sums_to = SumsTo::pairs;
   static constexpr GradOf grad_of = GradOf::bias;
   static constexpr bool holds_bias = false;         // does each lane hold the bias of its pairs?

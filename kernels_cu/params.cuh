@@ -329,4 +329,8 @@ struct BackwardSm90Params : BackwardParams {
   ptx::TensorMap v_map;
 };
 
+struct BackwardOnePassParams : BackwardSm90Params {
+  ptx::TensorMap dq_map;  // used where Config::finishes_dq
+};
+
 }  // namespace cuflash

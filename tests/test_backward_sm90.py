@@ -563,3 +563,42 @@ def test_graphs():
                 graph.launch(stream)
                 stream.synchronize()
                 assert_same_bits({form: {n: room[f"d{n}"] for n in ALL}}, want)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 72, 128])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window": (100, 30)}, {"softcap": 20.0}, {"dropout": 0.2, "seed": 3},
+     {"kv_lengths": 200, "causal": True}],
+    ids=str,
+)  # fmt: skip
+def test_dq_has_the_same_bits_whichever_kernel_stores_it(head_dim, options):
+    """In short sequences the last tile stores dq, but not where TMA cannot: at odd addresses."""
+    causal, window = "causal" in options, "window" in options
+    options = cuflash.Options(**options)
+    rng = cupy.random.default_rng(7)
+    for (batch, heads), m, n in (((40, 8), 256, 256), ((150, 4), 77, 100), ((70, 8), 300, 200)):
+        shapes = [(batch, heads, rows, head_dim) for rows in (m, m, n, n)]
+        dout, q, k, v = (rng.standard_normal(s, cupy.float32).astype(np.float16) for s in shapes)
+        q[0, 0, m // 2, 0] = np.inf  # rows of dq that are computed again
+        k[1, 1, n // 3, 1] = np.nan
+        out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
+        found, stored = [], []
+        for first_column in (0, 1):
+            room = cupy.full((*q.shape[:-1], head_dim + 8), np.nan, q.dtype)
+            dq = room[..., first_column : first_column + head_dim]
+            plan_cache.forget()
+            cuflash.attention_backward(
+                dout, q, k, v, out, lse, options=options, grads_out=cuflash.Gradients(dq=dq)
+            )
+            found.append(dq.get())
+            stored += ["dq" in mapped_by(launch) for launch in planned_launchers() if launch.maps]
+            assert np.isnan(room[..., first_column + head_dim :].get()).all()
+        assert found[0].tobytes() == found[1].tobytes(), (m, n)
+        narrow = head_dim == 32 and (window or (n > 128 and not causal))
+        assert stored == [not narrow, False]
+
+
+def mapped_by(launch):
+    """Return the names of the operands of a launch that have tensor maps."""
+    return [launch.names[number] for number in launch.maps.pointers]

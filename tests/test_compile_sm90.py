@@ -18,7 +18,7 @@ from test_compile import ALL, LIMITS, PLAIN, dtype_of, pairwise, problem_of
 
 from cuflash import MaskMod, Options, ScoreMod
 from cuflash._jit.compilation import compile_static
-from cuflash._kernels import forward_sm90, fused_backward
+from cuflash._kernels import forward_sm90, fused_backward, split_queries
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.config import KernelConfig
@@ -282,6 +282,13 @@ def one_pass(head_dims: tuple[int, int], name: str, *, deterministic: bool = Tru
     return found
 
 
+def finishing(config: Any, name: str) -> Any:
+    """Return the kernel whose last tiles store dq, where it may be chosen for short sequences."""
+    problem = problem_of({**PLAIN, **GRADIENT_OPTIONS[name], **SERVED})
+    may = config is not None and split_queries.finishes_dq(problem, config, num_sms=0)
+    return config.replace(finishes_dq=True) if may else None
+
+
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_all_gradients_in_one_pass(generation: int, pytestconfig: pytest.Config) -> None:
@@ -293,7 +300,7 @@ def test_all_gradients_in_one_pass(generation: int, pytestconfig: pytest.Config)
         for head_dims in rows_of(rows, GRADIENT_OPTIONS, name, whole=whole):
             found = one_pass(head_dims, name)
             assert found is not None or head_dims[0] > 96, (name, head_dims)
-            configs.add(found)
+            configs |= {found, finishing(found, name)}
     configs.discard(None)
     for head_dims in rows:
         plain = one_pass(head_dims, "none")
@@ -435,5 +442,5 @@ def test_parameters_are_its_own() -> None:
     assert {c.params for c in gradient_configs(PLAIN)} == {"BackwardSm90Params"}
     together = chosen.fused(problem_of(PLAIN), deterministic=True)
     assert together is not None
-    assert together.params == "BackwardSm90Params"
+    assert together.params == "BackwardOnePassParams"
     assert BackwardConvertConfig.after(together).params == "BackwardParams"

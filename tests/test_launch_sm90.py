@@ -339,6 +339,30 @@ def gradient_steps(
     return [({n: addresses[n] for n in launch.names}, launch) for launch in launches]
 
 
+@pytest.mark.parametrize(
+    ("rows", "options", "moved", "stores"),
+    [
+        (300, {}, 0, True),
+        (300, {"causal": True}, 0, True),
+        (300, {}, 2, False),  # TMA cannot store dq at this address
+        (300, {"segment_ids": (np.zeros(300, np.int32), np.zeros(400, np.int32))}, 0, False),
+        (20_000, {}, 0, False),  # the last of many tiles would take too long
+    ],
+    ids=str,
+)
+def test_the_last_tile_of_short_sequences_stores_dq(
+    recorder: Recorder, rows: int, options: dict[str, Any], moved: int, stores: bool
+) -> None:
+    problem = problem_of(40, 300, max(rows, 400), **options)
+    steps = gradient_steps(
+        problem, one_pass=chosen.fused(problem, deterministic=True), dq=(1 << 30) + moved
+    )
+    (launch,) = (launch for _, launch in steps if launch.maps is not None)
+    mapped = [launch.names[number] for number in launch.maps.pointers]
+    assert mapped == [*kernel_params.BACKWARD_MAPPED, "dq" if stores else "dout"]
+    assert (launch.maps.layouts[-1].box_rows == 16) == stores
+
+
 def test_gradient_parameters_arrive_where_the_kernels_read_them(recorder: Recorder) -> None:
     recorder.struct = kernel_params.BACKWARD_SM90
     steps = plan_gradient(problem_of(2, causal=True))

@@ -11,6 +11,7 @@ class Own(NamedTuple):
     """Fields of this kernel alone."""
 
     grad_bias: bool = False  # did the one-pass kernel write the gradient of a bias?
+    finishes_dq: bool = False  # has the one-pass kernel stored dq of all blocks that see a key?
     overlaps: bool = True  # does it start while sums are added, and wait for them?
 
 

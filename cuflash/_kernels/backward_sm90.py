@@ -7,6 +7,7 @@ from cuflash._kernels import fused_backward, wgmma
 
 class BackwardOnePassConfig(fused_backward.AllGradientsConfig):
     kernel = "backward_sm90"
+    params = "BackwardOnePassParams"
 
     def check(self) -> None:
         super().check()

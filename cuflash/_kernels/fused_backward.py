@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Self
 
-from cuflash._kernels import look_ups, portable, wgmma
+from cuflash._kernels import look_ups, portable, split_queries, wgmma
 from cuflash._kernels.config import HEAD_DIMS, SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import register_pressure
@@ -39,6 +39,7 @@ class Own(NamedTuple):
     bias_stages: int = 0  # buffers of a bias in shared memory; 0: read from global memory
     mask_stages: int = 0  # buffers of a mask in shared memory; 0: read from global memory
     grad_bias: bool = False  # does it also write the gradient of a bias, one pair an element?
+    finishes_dq: bool = False  # does the tile that adds last to a block of dq round and store it?
 
 
 class AllGradientsConfig(wgmma.WarpgroupsConfig):
@@ -110,7 +111,12 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         fields = wgmma.fields(cls, request, ROWS)
         fields["bias_stages"], fields["mask_stages"] = bias_stages(request), mask_stages(request)
-        return (cls(**fields, deterministic=request.deterministic),)
+        ordered = cls(**fields, deterministic=True)
+        if request.deterministic or split_queries.finishes_dq(
+            request.problem, ordered, request.num_sms, share=2
+        ):
+            return (ordered,)  # the order costs nothing
+        return (ordered.replace(deterministic=False),)
 
 
 def bias_stages(request: Request) -> int:

@@ -176,6 +176,7 @@ MAPPED = ("q", "k", "v", "out")
 FORWARD_SM90 = _with_maps(FORWARD, MAPPED, "tile_counter")
 BACKWARD_MAPPED = ("dout", "q", "k", "v")
 BACKWARD_SM90 = _with_maps(BACKWARD, BACKWARD_MAPPED)
+BACKWARD_ONE_PASS = _with_maps(BACKWARD, (*BACKWARD_MAPPED, "dq"))
 
 #: CUDA name of each parameter struct.
 STRUCTS: dict[str, np.dtype[Any]] = {
@@ -191,6 +192,7 @@ STRUCTS: dict[str, np.dtype[Any]] = {
     "DeltaParams": DELTA,
     "BackwardParams": BACKWARD,
     "BackwardSm90Params": BACKWARD_SM90,
+    "BackwardOnePassParams": BACKWARD_ONE_PASS,
 }
 
 

@@ -20,6 +20,9 @@ _OF_COMBINING = 3.0  # the kernel that adds up parts, beside the parts
 _OF_A_PART = 0.03  # one part of a tile of 64 + 64 columns in that kernel
 _CLOSE = 1.03  # estimates within this factor count as equal: fewer parts take less memory
 _MOST_SUMS = 64  # most sums of dq
+#: Most tiles of keys where the one that adds last to a block of queries stores its dq, full and
+#: causal, by padded head size. (D205)
+_MOST_TILES_TO_FINISH = {32: (1, 2), 64: (16, 8), 96: (4, 8), 128: (4, 8)}
 
 
 def entries_that_share(problem: Problem) -> int:
@@ -64,6 +67,31 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
 
     longest = _CLOSE * min(map(takes, candidates))
     return next(parts for parts in candidates if takes(parts) <= longest)
+
+
+def finishes_dq(problem: Problem, config: Any, num_sms: int, share: int = 1) -> bool:
+    """Whether the tile of keys that adds last to a block of queries stores its dq.
+
+    It takes longer over its blocks than other tiles, and saves the kernel that reads the sums: this
+    pays where it is one of few. With segments it is not known which tile that is, and with the
+    other options that are excluded registers spill. Where tiles are fewer than ``1 / share`` of
+    these few, it takes less time than adding in any order. (D205)
+    """
+    full, causal = _MOST_TILES_TO_FINISH.get(int(config.head_dim), (0, 0))
+    tiles = -(-problem.seqlen_k // int(config.own_rows))
+    arrays = (problem.q_lengths, problem.kv_lengths, problem.offset)
+    alone = problem.window_right is None or any(array is not None for array in arrays)
+    lacks_registers = problem.window_left is not None and (alone or config.head_dim == 32)
+    return bool(
+        config.deterministic
+        and config.cluster_blocks == 1
+        and share * tiles <= (full if problem.window_right is None else causal)
+        and sums_of_dq(problem, config, num_sms) == 1
+        and config.out_dtype == config.dtype
+        and problem.segment_ids_q is None
+        and problem.cu_seqlens_q is None
+        and not lacks_registers
+    )
 
 
 def _divisors(number: int) -> list[int]:

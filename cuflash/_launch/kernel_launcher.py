@@ -118,4 +118,4 @@ class KernelLauncher:
         packed = addresses.ljust(8 * len(self.names), b"\0") + self.params
         if self.maps is None:
             return packed
-        return packed + self.maps.at(pointers) + _COUNTER.pack(counter)
+        return packed + self.maps.of(pointers) + _COUNTER.pack(counter)

@@ -31,11 +31,11 @@ Addresses = Mapping[str, int]
 #: Operands that kernels read in the dtype to which q, k and v are promoted.
 _OF_THE_DTYPE = frozenset(("q", "k", "v", "dout"))
 _GRADIENTS = frozenset(("dq", "dk", "dv"))  # written in ``out_dtype``
-_OF_QUERIES = frozenset(("q", "out", "dout"))  # operands with a row for each query
+_OF_QUERIES = frozenset(("q", "out", "dout", "dq"))  # operands with a row for each query
 #: Operands of the kernel that finds the bounds of segments, in the order of its pointers.
 _OF_SEGMENTS = ("segment_ids_q", "segment_ids_k", "segment_bounds_q", "segment_bounds_k")
 _INDEX_LIMIT = 2**31 - 2**20  # a thread block draws one index past the last tile
-_STORED_ROWS = 64  # rows of out that a warpgroup stores at a time
+_STORED_ROWS = {"out": 64, "dq": 16}  # rows that a warpgroup or a warp stores at a time
 
 
 class _Work(NamedTuple):
@@ -185,7 +185,8 @@ def plan_launch(
     draws = config.computes == "out" and not getattr(config, "split_keys", False)
     if config.tensor_maps:
         maps = maps_of(problem, layouts, config, addresses or {})
-        end = kernel_params.maps_at(kernel_params.STRUCTS[config.params.replace("Sm90", "")])
+        forward = config.computes == "out"
+        end = kernel_params.maps_at(kernel_params.FORWARD if forward else kernel_params.BACKWARD)
         if config.computes == "out":
             filled["score"]["seqlen_k"] = keys_to_load(problem)
             drawn_on = device if draws and blocks > hardware.multiprocessors else None
@@ -282,17 +283,27 @@ def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresse
     found = map_layouts_of(problem, layouts, config)
     if found is None:
         return None
-    mapped = kernel_params.MAPPED if config.computes == "out" else kernel_params.BACKWARD_MAPPED
-    places = tuple(addresses[name] for name in mapped)
+    places = tuple(addresses[name] for name in mapped_by(config))
     loaded = places[:-1] if getattr(config, "split_keys", False) else places
     if any(place % tensor_map.ALIGNMENT for place in loaded):
         return None
-    maps = Maps(found)
+    pointers = kernel_params.pointer_names(kernel_params.STRUCTS[config.params])
+    maps = Maps(found, tuple(map(pointers.index, mapped_by(config))))
     try:
         maps.at(places)
     except RuntimeError:  # the driver knows limits that it does not document
         return None
     return maps
+
+
+def mapped_by(config: Any) -> tuple[str, ...]:
+    """Operands with a tensor map, in the order of the kernel's parameters."""
+    if config.computes == "out":
+        return kernel_params.MAPPED
+    if config.params != "BackwardOnePassParams":
+        return kernel_params.BACKWARD_MAPPED
+    unused = kernel_params.BACKWARD_MAPPED[0]
+    return (*kernel_params.BACKWARD_MAPPED, "dq" if config.finishes_dq else unused)
 
 
 def map_layouts_of(
@@ -306,8 +317,8 @@ def map_layouts_of(
     names = tuple(operands)
     found: list[tensor_map.MapLayout] = []
     of_parts = getattr(config, "split_keys", False)
-    for name in kernel_params.MAPPED if forward else kernel_params.BACKWARD_MAPPED:
-        columns = problem.head_dim if name in ("q", "k") else problem.head_dim_v
+    for name in mapped_by(config):
+        columns = problem.head_dim if name in ("q", "k", "dq") else problem.head_dim_v
         rows, box = problem.seqlen_q, config.block_m
         if name not in _OF_QUERIES:
             rows, box = keys_to_load(problem) if forward else problem.seqlen_k, config.block_n
@@ -324,7 +335,7 @@ def map_layouts_of(
         wider = own.itemsize // problem.dtype.itemsize
         layout = tensor_map.map_layout(
             problem.dtype, (rows, own.row), (columns * wider, own.column // wider), batch,
-            _STORED_ROWS if name == "out" else box,
+            _STORED_ROWS.get(name, box),
         )  # fmt: skip
         if layout is None:
             return None

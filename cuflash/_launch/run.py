@@ -308,7 +308,7 @@ def _prepared(
     look_up_bits = (addresses.get("bias", 0) | addresses.get("mask", 0)) & 15
     key = (
         wanted is None, problem, device, override, deterministic, bits, out_bits, look_up_bits,
-        *laid_out,
+        addresses.get("dq", 0) & 15, *laid_out,
     )  # fmt: skip
     plan = plan_cache.find(key)
     layouts = lay_out() if plan is None else plan.layouts

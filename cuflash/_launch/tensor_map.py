@@ -70,9 +70,15 @@ def map_layout(
 class Maps:
     """The maps of a launch's operands: encoded once, and given the addresses of each call. (D68)"""
 
-    def __init__(self, layouts: tuple[MapLayout, ...]) -> None:
+    def __init__(self, layouts: tuple[MapLayout, ...], pointers: tuple[int, ...] = ()) -> None:
         self.layouts = layouts
+        #: Numbers of the operands among the pointers of the kernel.
+        self.pointers = pointers or tuple(range(len(layouts)))
         self._encoded = b""
+
+    def of(self, pointers: tuple[int, ...]) -> bytes:
+        """All maps, in order, for the pointers of the kernel."""
+        return self.at(tuple(pointers[number] for number in self.pointers))
 
     def at(self, addresses: tuple[int, ...]) -> bytes:
         """All maps, in order, for as many of these addresses as there are maps.

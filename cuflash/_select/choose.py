@@ -155,7 +155,7 @@ def _backward(
         if "bias" in sums and sums["bias"].is_of_single_pairs(problem) and fused.can_write_bias:
             fused = fused.replace(grad_bias=True)
             del sums["bias"]
-        steps += _in_one_pass(fused, request)
+        steps += _in_one_pass(fused, request, access)
     else:
         if request.keys:
             steps += map(LaunchStep, _passes_of("dkv", call, override.kv))
@@ -167,11 +167,15 @@ def _backward(
     return steps
 
 
-def _in_one_pass(config: Any, request: Request) -> list[LaunchStep]:
+def _in_one_pass(config: Any, request: Request, access: Access) -> list[LaunchStep]:
     """The one-pass kernel, and the kernels that add up its sums."""
     problem, num_sms = request.problem, request.num_sms
     parts = split_queries.parts_of(problem, config, num_sms)
     sums = split_queries.sums_of_dq(problem, config, num_sms)
+    if split_queries.finishes_dq(problem, config, num_sms):
+        finishing = config.replace(finishes_dq=True)
+        if access.has_maps(problem, access.layouts, finishing):
+            config = finishing
     convert = LaunchStep(BackwardConvertConfig.after(config), dq_sums=sums)
     if parts == 1:
         return [LaunchStep(config, dq_sums=sums), convert]

@@ -11,6 +11,10 @@ CUFLASH_DEVICE int64_t opaque_value(int64_t x) {
   asm volatile("" : "+l"(x));
   return x;
 }
+CUFLASH_DEVICE int opaque_value(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 // Returns *from if index < count, else 0 without reading memory. It is one predicated instruction,
 // so that many such loads are in flight together. (D88)

@@ -59,6 +59,15 @@ CUFLASH_DEVICE void bulk_store(float* to, uint32_t smem, int bytes) {
                : "memory");
 }
 
+// Loads contiguous bytes. Size and addresses are multiples of 16. `barrier` counts the bytes.
+CUFLASH_DEVICE void bulk_load(uint32_t smem, const float* from, int bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // Adds contiguous float32 elements. Each addition is atomic.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-reduce-async-bulk
 CUFLASH_DEVICE void bulk_add(float* to, uint32_t smem, int bytes) {

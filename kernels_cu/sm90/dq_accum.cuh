@@ -47,6 +47,19 @@ struct DqSlice {
       acc[t][2] += __uint_as_float(x.z), acc[t][3] += __uint_as_float(x.w);
     }
   }
+  // The same for a slice in shared memory.
+  CUFLASH_DEVICE void add_staged_to(float (&acc)[tiles][4], int lane) const {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+      const float4 x = *reinterpret_cast<const float4*>(value[t][lane]);
+      acc[t][0] += x.x, acc[t][1] += x.y, acc[t][2] += x.z, acc[t][3] += x.w;
+      asm volatile("" ::: "memory");  // loaded all at once, the tiles would spill registers
+    }
+  }
+
+  // Bit mask of the slice's rows of dq that are not finite: stored where the slice was, once dq of
+  // the slice is complete.
+  CUFLASH_DEVICE uint32_t& non_finite_rows() { return *reinterpret_cast<uint32_t*>(value); }
 
   // Discards the slice, which the warp has used: one line of 128 bytes for each of the first lanes.
   CUFLASH_DEVICE void discard(int lane) {
@@ -84,6 +97,10 @@ struct DqAccum {
   CUFLASH_DEVICE int slices(int block, int part) const {
     const int rows = num_rows - block * Config::block_m - part % row_parts * 64;
     return min(max((rows + 15) / 16, 0), 4);
+  }
+
+  CUFLASH_DEVICE int part_bytes(int block, int part) const {
+    return 512 * tiles(part) * slices(block, part);
   }
 
   CUFLASH_DEVICE float* part(int block, int part) const {

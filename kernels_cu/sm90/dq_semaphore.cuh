@@ -37,6 +37,13 @@ CUFLASH_DEVICE int tiles_before(const Score& score, int block, int rank, int sum
   return before;
 }
 
+// A tile adds last to the blocks of queries before this one, of those that it sees: the blocks that
+// do not see the next tile. Not called where there are segments.
+CUFLASH_DEVICE int end_of_last_additions(const Score& score, Range keys) {
+  const BlockRanges next = score.q_blocks(keys.end, keys.end + Config::block_n);
+  return next.begin < next.end ? next.begin : 1 << 30;
+}
+
 // The turns of tile `rank`: how many tiles before it add to the same sum of a block of queries. A
 // division for each block would delay the warps that add, and thereby all tiles after this one.
 template <int tile_keys = Config::block_n>

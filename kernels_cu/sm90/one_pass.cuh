@@ -4,7 +4,8 @@
 //   ds_full      4 consumers        ds of a block is complete
 //   ds_empty     1 (4 warps)        dq was multiplied (and dbias stored): stage the next ds
 //   dq_full      4 (warps)          a part of dq is staged: add it to the sums
-//   dq_empty     1                  the part was read: stage it for the next block
+//   dq_empty     1                  the part was read: stage it for the next block; or the sums of
+//                                   the tiles before have arrived
 //   keys_empty   4 consumers + 4    k and v of the tile were read: load the next tile
 //   tile_full    1                  the next tile is drawn
 //   tile_empty   tile_readers       all warps have read the tile: draw the one after the next
@@ -28,6 +29,12 @@ struct Addition {
   int turn;  // negative: the writer may end
 };
 
+// Does the warpgroup of dq add the sums of the tiles before to a block, and store dq?
+struct Finish {
+  bool wanted;
+  int batch[3];  // if so, the coordinates of the batch entry in the tensor map of dq
+};
+
 struct SharedMemory : DkvSharedMemory {
   using DsTile = PanelTile<Config::block_n, Config::block_m>;
 
@@ -37,6 +44,7 @@ struct SharedMemory : DkvSharedMemory {
   uint64_t ds_full[2], ds_empty[2];
   uint64_t dq_full[writers][DqAccum::parts], dq_empty[writers][DqAccum::parts];
   Addition addition[writers];
+  Finish finish[writers];  // used where Config::finishes_dq
   uint64_t keys_empty;
   uint64_t tile_full[2], tile_empty[2];
   int tile[2];         // negative: no tile is left
