@@ -75,6 +75,7 @@ CASES = (
     Case("plain bfloat16 head_dim 128", (1, 2, 129, 128), (1, 2, 320, 128), dtype=bfloat16),
     Case("causal", (1, 2, 320, 64), (1, 2, 320, 64), options=CAUSAL),
     Case("more tiles than SMs", (1, 140, 130, 64), (1, 140, 65, 64), options=CAUSAL),
+    Case("the last of several tiles stores dq", (1, 140, 130, 128), (1, 140, 257, 128)),
     Case("causal long keys", (1, 2, 65, 32), (1, 2, 300, 32), options=CAUSAL),
     Case("causal long queries", (1, 2, 300, 64), (1, 2, 65, 64), options=CAUSAL),
     Case("causal head_dim 256", (1, 1, 130, 256), (1, 1, 130, 256), options=CAUSAL),
