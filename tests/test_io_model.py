@@ -125,6 +125,10 @@ class Walk:
         sharers = 2 if self.name == "backward_pair_sm90" else 1
         tile, wide = sharers * config.block_n, work.head_dim + work.head_dim_v
         visited = set()
+        last = {}  # the last tile that sees each block of queries
+        for first in range(0, work.seqlen_k, tile):
+            seen_blocks = self.blocks(seen[:, first : first + tile].any(axis=1), config.block_m)
+            last |= {begin: first for begin, _, _ in seen_blocks}
         for first in range(0, work.seqlen_k, tile):
             own = seen[:, first : first + tile]
             if first_of_group:
@@ -140,8 +144,12 @@ class Walk:
                     self.statistics(present)
                 if self.name in ONE_PASS:
                     slices = -(-min(config.block_m, work.seqlen_q - begin) // 16)
-                    self.stored += slices * 16 * work.head_dim * 4
                     place = (begin, first // tile % self.dq_sums)
+                    if config.finishes_dq and last[begin] == first:
+                        self.loaded += slices * 16 * work.head_dim * 4 if place in visited else 0
+                        self.stored += present * work.head_dim * self.size
+                        continue
+                    self.stored += slices * 16 * work.head_dim * 4
                     self.added += slices * 16 * work.head_dim * 4 if place in visited else 0
                     visited.add(place)
 
@@ -208,7 +216,8 @@ def test_what_a_walk_over_tiles_counts_is_predicted(scheme, mask):
             continue
         if name == "backward_convert":  # it reads sums that were stored, not those that were added
             assert sums is not None
-            assert (found.loaded, found.added) == (sums.stored - sums.added, 0)
+            left = 0 if config.finishes_dq else sums.stored - sums.added
+            assert (found.loaded, found.added) == (left, 0)
             continue
         walk = Walk(work, config, splits, step.dq_sums)
         assert found.loaded == walk.loaded, name
@@ -244,6 +253,20 @@ def test_the_parts_of_a_gradient_counted_by_hand():
     assert io_model.unfused(work, "bwd") == 8 * operand + 7 * 256 * 256 * 2
 
 
+def test_the_last_tile_that_stores_dq_counted_by_hand():
+    # As above, in 800 heads: the first of two tiles stores a sum, the second loads it.
+    work = Workload(100, 8, 8, 256, 256, 128, 128, "bfloat16")
+    operand, sums, lse = 800 * 256 * 128 * 2, 800 * 256 * 128 * 4, 800 * 256 * 4
+    _, one_pass, convert = (io_model.gradient(work, c) for c in chosen(work, "sm_90"))
+    assert one_pass.loaded == 2 * operand + 2 * (2 * operand + 2 * lse) + sums
+    assert (one_pass.stored, one_pass.added) == (3 * operand + sums, 0)
+    assert one_pass.written_once == 3 * operand
+    assert (convert.loaded, convert.stored) == (0, 0)
+    (short,) = (io_model.gradient(replace(work, seqlen_k=100), c)
+                for c in chosen(replace(work, seqlen_k=100), "sm_90")[1:2])
+    assert (short.added, short.stored) == (0, operand + 2 * 800 * 100 * 128 * 2)
+
+
 def test_a_kernel_without_a_model_is_refused(capsys):
     work = replace(SMALL, arrays=("bias",))
     score = scores(work.problem(), 99 * 1024, 16, "bias", "pairs")
@@ -274,7 +297,7 @@ def test_explain_shows_the_gradient_kernel_by_kernel(capsys):
     assert launched[1:] == ["backward_delta", "backward_sm90", "backward_convert"]
     for name in ("read_once", "loaded", "written_once", "stored", "added", "asymptotic"):
         assert own["sum"][name] == sum(row[name] for row in own["kernels"])
-    assert own["sum"]["loaded"] > 1.5 * found["io"]["loaded"]
+    assert own["sum"]["loaded"] > 1.4 * found["io"]["loaded"]
     assert own["sum"]["unfused"] > own["sum"]["loaded"] + own["sum"]["stored"]
     _, text, _ = command(capsys, *words)
     row = next(line for line in text.splitlines() if line.split()[:1] == ["all"])

@@ -114,8 +114,11 @@ def gradient(work: Workload, config: Any, splits: int = 1, dq_sums: int = 1) -> 
     _refuse_simt(config)
     read, written = least_bytes(work, config.kernel, grads_of(config))
     loaded, stored, added = read, written, 0
+    finishes = getattr(config, "finishes_dq", False)
     if config.computes == "convert":
-        loaded = _first_sums(work, config, dq_sums)
+        # Where tiles have stored dq, it reads one number for 16 rows: not counted.
+        loaded = 0 if finishes else _first_sums(work, config, dq_sums)
+        read, written, stored = (0, 0, 0) if finishes else (read, written, stored)
     elif config.computes == "parts":
         read = loaded = _parts(work, config, splits)
     elif config.computes == "dq":
@@ -131,7 +134,15 @@ def gradient(work: Workload, config: Any, splits: int = 1, dq_sums: int = 1) -> 
         if config.split_queries:
             written += _parts(work, config, splits) - keys
             keys = _parts(work, config, splits)
-        stored, added = keys + summed, summed - _first_sums(work, config, dq_sums)
+        first = _first_sums(work, config, dq_sums)
+        if finishes:  # the last tile of a block loads the sum of the others, and stores dq
+            heads, sums = work.batch * work.heads_q, least_bytes(work, "backward_convert")[0]
+            dq = _size(work) * heads * work.head_dim * _rows_that_see(work, config)
+            written += dq - sums
+            several = _first_sums(work, config, 2) - first  # blocks with more than one tile
+            loaded, summed = loaded + several, summed - first
+            keys, first = keys + dq, several
+        stored, added = keys + summed, summed - first
     asymptotic = 0.0
     if config.computes not in ("delta", "convert", "parts"):
         asymptotic = _asymptotic(work, config.smem_bytes * config.cluster_blocks)
@@ -248,6 +259,13 @@ def _first_sums(work: Workload, config: Any, dq_sums: int) -> int:
         tiles = -(-int(seen.high[block]) // tile) - int(seen.low[block]) // tile
         rows += min(block_m, end - block_m * block) * min(dq_sums, tiles)
     return int(_FLOAT_BYTES * work.batch * work.heads_q * rows * config.head_dim)
+
+
+def _rows_that_see(work: Workload, config: Any) -> int:
+    """Rows of the blocks of queries that see a key."""
+    seen, block_m = seen_by(work, config.block_m), config.block_m
+    blocks = (seen.high > seen.low).nonzero()[0].tolist()
+    return sum(min(block_m, work.seqlen_q - block_m * block) for block in blocks)
 
 
 def _parts(work: Workload, config: Any, splits: int) -> int:
