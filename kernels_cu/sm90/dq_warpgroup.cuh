@@ -84,6 +84,7 @@ struct DqWarpgroup {
     }
     wait_for_staging(0);  // once only: a writer that is told to end arrives no more
     wait_for_staging(1);
+    static_cast<Own*>(this)->end();
 #pragma unroll 1
     for (int i = 0; i < writers; ++i, ring.advance()) {
       if (leads_warpgroup()) {
@@ -173,6 +174,7 @@ struct AddingDqWarpgroup : DqWarpgroup<AddingDqWarpgroup> {
     add_part<DqAccum::tiles(1)>(1, addition);
   }
   CUFLASH_DEVICE void end_entry() const {}
+  CUFLASH_DEVICE void end() const {}
 
  private:
   template <int tiles>

@@ -15,6 +15,8 @@
 namespace cuflash {
 
 struct FinishingDqWarpgroup : DqWarpgroup<FinishingDqWarpgroup> {
+  static constexpr int barrier = 3;  // named barrier, after those of the consumers
+
   // A batch entry of a tile, and the blocks to which the tile adds last.
   struct Entry {
     const KeyTile& work;
@@ -59,6 +61,9 @@ struct FinishingDqWarpgroup : DqWarpgroup<FinishingDqWarpgroup> {
     wait_for_stores();
     __syncwarp();
   }
+
+  // Waits until all warps have read the last addition, which may then be overwritten.
+  CUFLASH_DEVICE void end() const { ptx::named_barrier_sync(barrier, 128); }
 
  private:
   // The writer has read its addition of two blocks before. Nothing of it is kept in registers.
