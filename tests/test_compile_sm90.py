@@ -304,7 +304,9 @@ def test_all_gradients_in_one_pass(generation: int, pytestconfig: pytest.Config)
     configs.discard(None)
     for head_dims in rows:
         plain = one_pass(head_dims, "none")
+        last = finishing(plain, "none") or plain
         split = plain.replace(split_queries=True, split_rows=True)
+        configs.add(last.replace(split_queries=True, split_rows=head_dims[0] <= 96))
         configs |= {split, BackwardCombineConfig.after(split), BackwardConvertConfig.after(plain)}
         configs.add(one_pass(head_dims, "causal", deterministic=False))
     assert {(c.head_dim, c.head_dim_v) for c in configs} == set(rows)

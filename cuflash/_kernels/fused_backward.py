@@ -84,6 +84,8 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
         super().check()
         if self.grad_bias and not self.can_write_bias:
             raise ValueError(f"{self.grad_bias=}: the kernel cannot compute this bias's gradient")
+        if self.finishes_dq and not (self.deterministic and self.segment_ids == "none"):
+            raise ValueError(f"{self.finishes_dq=}: it is not known which tile adds last")
 
     @property
     def starts_early(self) -> bool:

@@ -172,14 +172,16 @@ def _in_one_pass(config: Any, request: Request, access: Access) -> list[LaunchSt
     problem, num_sms = request.problem, request.num_sms
     parts = split_queries.parts_of(problem, config, num_sms)
     sums = split_queries.sums_of_dq(problem, config, num_sms)
-    if split_queries.finishes_dq(problem, config, num_sms):
+    rows = parts > split_queries.entries_that_share(problem)
+    if split_queries.finishes_dq(problem, config, num_sms) and not (rows and config.head_dim > 96):
         finishing = config.replace(finishes_dq=True)
         if access.has_maps(problem, access.layouts, finishing):
             config = finishing
+        elif not request.deterministic:
+            config = config.replace(deterministic=False)
     convert = LaunchStep(BackwardConvertConfig.after(config), dq_sums=sums)
     if parts == 1:
         return [LaunchStep(config, dq_sums=sums), convert]
-    rows = parts > split_queries.entries_that_share(problem)
     config = config.replace(split_queries=True, split_rows=rows)
     combine = LaunchStep(BackwardCombineConfig.after(config), splits=parts)
     return [LaunchStep(config, splits=parts, dq_sums=sums), combine, convert]

@@ -66,7 +66,9 @@ struct FinishingDqWarpgroup : DqWarpgroup<FinishingDqWarpgroup> {
   CUFLASH_DEVICE void end() const { ptx::named_barrier_sync(barrier, 128); }
 
  private:
-  // The writer has read its addition of two blocks before. Nothing of it is kept in registers.
+  // Overwrites the addition of two blocks before. The writer has read it, and so have all warps of
+  // this warpgroup: a product of the block before is done, which they start after that. Nothing of
+  // the addition is kept in registers.
   CUFLASH_DEVICE void describe(const Entry& own, const Addition& addition, int stage) const {
     Finish finish{addition.block < own.end};
     if (finish.wanted) {

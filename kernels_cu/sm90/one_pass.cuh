@@ -38,8 +38,8 @@ struct Finish {
 struct SharedMemory : DkvSharedMemory {
   using DsTile = PanelTile<Config::block_n, Config::block_m>;
 
-  DsTile ds[2];                                               // ds^T: rows are keys
-  alignas(128) float dq[Config::block_m * Config::head_dim];  // staged part by part
+  DsTile ds[2];                                                // ds^T: rows are keys
+  alignas(1024) float dq[Config::block_m * Config::head_dim];  // staged part by part
   If<looks_up, KeyLookUps, NoLookUps> look_ups;
   uint64_t ds_full[2], ds_empty[2];
   uint64_t dq_full[writers][DqAccum::parts], dq_empty[writers][DqAccum::parts];
