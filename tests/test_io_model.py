@@ -262,8 +262,10 @@ def test_the_last_tile_that_stores_dq_counted_by_hand():
     assert (one_pass.stored, one_pass.added) == (3 * operand + sums, 0)
     assert one_pass.written_once == 3 * operand
     assert (convert.loaded, convert.stored) == (0, 0)
-    (short,) = (io_model.gradient(replace(work, seqlen_k=100), c)
-                for c in chosen(replace(work, seqlen_k=100), "sm_90")[1:2])
+    (short,) = (
+        io_model.gradient(replace(work, seqlen_k=100), c)
+        for c in chosen(replace(work, seqlen_k=100), "sm_90")[1:2]
+    )
     assert (short.added, short.stored) == (0, operand + 2 * 800 * 100 * 128 * 2)
 
 
