@@ -15,6 +15,9 @@ CUFLASH_DEVICE void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// No instruction, but the compiler moves no access to memory across it.
+CUFLASH_DEVICE void keep_order() { asm volatile("" ::: "memory"); }
+
 // Makes this thread's writes to shared memory visible to wgmma and TMA behind the next barrier.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-membar
 CUFLASH_DEVICE void fence_async_proxy() {

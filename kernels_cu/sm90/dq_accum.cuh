@@ -53,7 +53,7 @@ struct DqSlice {
     for (int t = 0; t < tiles; ++t) {
       const float4 x = *reinterpret_cast<const float4*>(value[t][lane]);
       acc[t][0] += x.x, acc[t][1] += x.y, acc[t][2] += x.z, acc[t][3] += x.w;
-      asm volatile("" ::: "memory");  // loaded all at once, the tiles would spill registers
+      ptx::keep_order();  // loaded all at once, the tiles would spill registers
     }
   }
 

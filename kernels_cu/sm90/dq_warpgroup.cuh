@@ -108,8 +108,9 @@ struct DqWarpgroup {
         smem.k.mn_major(0, part / DqAccum::row_parts));
     ptx::wgmma_wait<0>();
     ptx::pin(flat(acc));
-    if (!Config::grad_bias) {
-      arrive_if(smem.ds_empty[stage], leads_warpgroup() && part == DqAccum::parts - 1);
+    const bool is_last = part == DqAccum::parts - 1;
+    if (!Config::grad_bias && (Config::finishes_dq || is_last)) {  // else a constant
+      arrive_if(smem.ds_empty[stage], leads_warpgroup() && is_last);
     }
   }
 
