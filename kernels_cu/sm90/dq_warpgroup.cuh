@@ -87,10 +87,7 @@ struct DqWarpgroup {
     static_cast<Own*>(this)->end();
 #pragma unroll 1
     for (int i = 0; i < writers; ++i, ring.advance()) {
-      if (leads_warpgroup()) {
-        smem.addition[ring.stage()].turn = -1;
-        smem.finish[ring.stage()].wanted = false;
-      }
+      if (leads_warpgroup()) smem.addition[ring.stage()].turn = -1;
       arrive_as_warp(smem.dq_full[ring.stage()][0]);
     }
   }
