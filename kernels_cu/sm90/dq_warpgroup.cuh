@@ -105,8 +105,9 @@ struct DqWarpgroup {
         smem.k.mn_major(0, part / DqAccum::row_parts));
     ptx::wgmma_wait<0>();
     ptx::pin(flat(acc));
+    // Only parts that finish dq are a loop. Others are unrolled, and is_last is then a constant.
     const bool is_last = part == DqAccum::parts - 1;
-    if (!Config::grad_bias && (Config::finishes_dq || is_last)) {  // else a constant
+    if (!Config::grad_bias && (Config::finishes_dq || is_last)) {
       arrive_if(smem.ds_empty[stage], leads_warpgroup() && is_last);
     }
   }
