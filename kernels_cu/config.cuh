@@ -64,6 +64,7 @@ struct Defaults {
   static constexpr bool wide_float64 = false;          // use the float64 mma of sm_90 and later?
   static constexpr bool simt = false;                  // multiply on CUDA cores?
   static constexpr Dtype out_dtype = Dtype::bfloat16;  // dtype of out, or of the gradients
+  static constexpr Dtype kv_dtype = Dtype::none;       // of k and v in memory; none: dtype
   // Padded widths of tiles. The true widths are run-time parameters.
   static constexpr int head_dim = 64;
   static constexpr int head_dim_v = 64;

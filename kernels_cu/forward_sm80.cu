@@ -13,7 +13,8 @@
 //
 // Shared memory holds the tile of q, and one or two stages of k and v (in float32 as TF32 parts).
 // With one stage v arrives while q k^T is computed, and k of the next block during p v. If keys lie
-// in pages, shared memory also holds the places (offsets) of the rows of two blocks.
+// in pages, shared memory also holds the places (offsets) of the rows of two blocks. Keys of 8 bits
+// stay so in shared memory; products with them are in float16.
 #include "tile/matmul.cuh"
 #include "portable/cluster_rows.cuh"
 
@@ -53,11 +54,12 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
 
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const RowSource q(params.q, params.q_layout, work.entry, first_q, params.head_dim);
-  const RowSource k(params.k, params.k_layout, work.entry, first_k, params.head_dim);
-  const RowSource v(params.v, params.v_layout, work.entry, first_k, params.head_dim_v,
-                    first_own_column(Config::head_dim_v));
+  const KeyRows k(params.k, params.k_layout, work.entry, first_k, params.head_dim);
+  const KeyRows v(params.v, params.v_layout, work.entry, first_k, params.head_dim_v,
+                  first_own_column(Config::head_dim_v));
 
   load_tile(smem.q, q, work.first_row, {0, score.seqlen.q});
+  if constexpr (has_8_bit_keys) ptx::cp_async_commit();  // q is waited for before k and v
   smem.begin(params, work.entry);
   smem.look_up(0, params, n_block * Config::block_n, keys);
   if constexpr (Config::paged) __syncthreads();  // the places of the rows are written
@@ -67,6 +69,14 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
   }
   ptx::cp_async_commit();
   own_rows.init(params, work, score.seqlen);  // while the copies are in flight
+  Float16Rows<slices> float16_rows;
+  Queries<SharedMemory::QTile, slices> queries;
+  if constexpr (has_8_bit_keys) {
+    ptx::cp_async_wait<1>();
+    __syncthreads();  // q has arrived
+    float16_rows.convert(smem.q, warp_row);
+    queries.read(smem.q, warp_row);
+  }
 
   int stage = 0, places = 0;
 #pragma unroll 1
@@ -92,7 +102,8 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
 
     Real s_acc[slices][Config::block_n / 8][4];
     clear(s_acc);
-    multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[stage]));
+    multiply_transposed(s_acc, queries.operand(smem.q, warp_row), read_columns(smem.k[stage]));
+    float16_rows.undo(s_acc);
     if (blocks.masked(n_block) || !one_segment) {
       apply_score<true>(s_acc, score, work.first_row + warp_row, first_key);
     } else {
@@ -116,6 +127,7 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
     multiply(o_acc, p_frag, read_sums(smem.v[stage]));
     if constexpr (Config::num_stages == 2) stage ^= 1;
   }
+  float16_rows.mark(softmax.row_sum);
 }
 
 }  // namespace cuflash
@@ -132,5 +144,6 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   clear(o_acc);
   ClusterRows<Config::clusters> rows;
   attend(params, smem, rows, softmax, o_acc);
+  if constexpr (has_8_bit_keys) sort_columns(o_acc);
   finish_rows(params, smem, rows, softmax, o_acc);
 }

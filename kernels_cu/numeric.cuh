@@ -16,6 +16,12 @@ using Storage =
 
 // Type of q, k and v. Elements of 8 and 16 bits are raw bits, which Config::dtype interprets.
 using Element = Storage<Config::dtype>;
+// Keys and values of 8 bits beside q of 16 bits. Read as operands, they become float16.
+constexpr bool has_8_bit_keys = Config::kv_dtype != Dtype::none;
+constexpr Dtype key_dtype = has_8_bit_keys ? Config::kv_dtype : Config::dtype;
+constexpr Dtype operand_dtype = has_8_bit_keys ? Dtype::float16 : Config::dtype;
+// Are the operands of bfloat16 queries float16? Its range is smaller: see tile/float16_rows.cuh.
+constexpr bool narrows_range = has_8_bit_keys && Config::dtype == Dtype::bfloat16;
 constexpr bool is_fp8 = Config::dtype == Dtype::float8_e4m3fn;
 
 // Type of scores, statistics and sums: float32, or float64 for float64 inputs.
@@ -75,6 +81,8 @@ CUFLASH_DEVICE Real to_real(Storage<dtype> x) {
                        : rest == 0x7f ? __uint_as_float(0x7fffffff)
                                       : normal;
     return x & 0x80 ? -size : size;
+  } else if constexpr (dtype == Dtype::float8_e5m2) {  // the upper byte of a float16
+    return ptx::float16_to_float(static_cast<uint16_t>(x << 8));
   } else {
     return static_cast<Real>(x);
   }
@@ -107,6 +115,12 @@ CUFLASH_DEVICE Real read_scale(const void* array, int64_t index) {
 // The 16-bit format of weights in p v, and of results staged in shared memory.
 constexpr Dtype half_dtype =
     Config::out_dtype == Dtype::float32 ? Config::dtype : Config::out_dtype;
+
+// The first (half 0) or last two of four 8-bit elements of k or v in float16, which has them all.
+CUFLASH_DEVICE uint32_t to_two_float16(uint32_t four, int half) {
+  return key_dtype == Dtype::float8_e5m2 ? __byte_perm(four, 0, half == 0 ? 0x1404 : 0x3424)
+                                         : ptx::e4m3_to_float16(half == 0 ? four : four >> 16);
+}
 
 // Two neighbouring 16-bit elements in one register, `low` at the lower address.
 template <Dtype dtype>

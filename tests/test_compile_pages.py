@@ -1,6 +1,6 @@
 """Do kernels that read pages, of caches and of rotary embedding compile without spills?
 
-So does the portable kernel whose rows are queries of several heads. Needs no GPU.
+So do the portable kernels for rows of several heads, and for keys of 8 bits. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from test_compile import (
     rows,
     turn_of,
 )
+from test_covering_forward_sm90 import ROWS
+from test_covering_forward_sm90 import chosen as chosen_of
 
 from cuflash._kernels.cache_grow import CacheGrowConfig
 from cuflash._kernels.cache_take import CacheTakeConfig
@@ -82,3 +84,11 @@ def test_kernels_of_pages_compile_cleanly(arch: str, generation: int) -> None:
     found = [complaints(c, arch, r) for c, r in reports(configs, arch, generation).items()]
     if any(found):
         pytest.fail("\n".join(itertools.chain(*found)), pytrace=False)
+
+
+@pytest.mark.gate
+@pytest.mark.nvrtc
+def test_kernels_of_8_bit_keys_compile_cleanly(generation: int) -> None:
+    configs = {chosen_of("forward_sm80", row) for row in ("", *ROWS["forward_sm80"])}
+    found = [complaints(c, "sm_90", r) for c, r in reports(configs, "sm_90", generation).items()]
+    assert not [line for lines in found for line in lines]

@@ -1,5 +1,7 @@
 """Do all options compose, two at a time, in those forwards of Hopper that support both?
 
+The portable forward of keys of 8 bits is one of these kernels, too.
+
 Every two levels of `support.covering_sm90` that one of these kernels supports are in a row.
 """
 
@@ -174,6 +176,48 @@ ROWS = {
         "shared keys, q_lengths",
         "full blocks, packed, factors of each head, sink, q_lengths, kv_lengths, "
         "sequence outside heads",
+    ),
+    "forward_sm80": (
+        "40 200, pages of 128, left window, grouped, mask of each head, dropout, kv_lengths, "
+        "negative scale, sequence outside heads",
+        "bfloat16, few queries on many keys, factors of each head, offset of each entry, bias, "
+        "slopes, softcap, sink, segments, q_lengths, kv_lengths, no lse",
+        "128, pages of 16, factors of each head, window, offset, shared keys, mask, "
+        "bias of keys, slopes, sink, dropout, segments",
+        "bfloat16, 128, few queries on many keys, pages of 16, causal, offset, shared keys, "
+        "mask of each head, bias of keys, softcap, q_lengths, negative scale, "
+        "sequence outside heads, no lse",
+        "causal, offset of each entry, bias, slopes, dropout, negative scale, "
+        "sequence outside heads",
+        "bfloat16, 40 200, few queries on many keys, pages of 128, factors of each head, "
+        "left window, grouped, mask, slopes, softcap, sink, segments, q_lengths, no lse",
+        "bfloat16, pages of 16, window, mask, bias, sink, dropout, segments, q_lengths, "
+        "kv_lengths, negative scale, sequence outside heads, no lse",
+        "128, factors of each head, shared keys, softcap, kv_lengths, sequence outside heads",
+        "bfloat16, 40 200, few queries on many keys, factors of each head, window, "
+        "offset of each entry, grouped, mask of each head, bias of keys, softcap, dropout, "
+        "kv_lengths, negative scale",
+        "40 200, few queries on many keys, pages of 128, offset, mask of each head, bias, "
+        "slopes, sink, dropout, segments, kv_lengths, no lse",
+        "pages of 128, factors of each head, causal, offset, grouped, sink, q_lengths, "
+        "kv_lengths, sequence outside heads",
+        "128, few queries on many keys, pages of 16, offset of each entry, grouped, mask, "
+        "slopes, dropout, q_lengths, negative scale, no lse",
+        "bfloat16, few queries on many keys, pages of 128, left window, offset of each entry, "
+        "shared keys, bias of keys, slopes, segments, no lse",
+        "40 200, pages of 16, factors of each head, causal, shared keys, bias of keys, "
+        "softcap, sink, segments, kv_lengths, negative scale, no lse",
+        "128, few queries on many keys, left window, offset, mask, bias, slopes, softcap, "
+        "dropout, segments, kv_lengths, sequence outside heads",
+        "bfloat16, 128, few queries on many keys, pages of 128, factors of each head, window, "
+        "offset of each entry, sink",
+        "bfloat16, few queries on many keys, pages of 16, left window, offset of each entry, "
+        "shared keys, mask of each head, bias, softcap, dropout, sequence outside heads",
+        "bfloat16, 40 200, few queries on many keys, factors of each head, mask, bias of keys, "
+        "slopes, softcap, sink, q_lengths, sequence outside heads, no lse",
+        "bfloat16, 128, few queries on many keys, factors of each head, causal, "
+        "offset of each entry, grouped, mask, bias, softcap, sink, dropout, kv_lengths, "
+        "no lse",
     ),
 }
 CASES = [

@@ -270,7 +270,7 @@ def test_a_workspace_is_that_of_dequantised_arrays() -> None:
     q, k, v = (of_8_bits((2, 3, 40, 16), i) for i in range(3))
     wide = np.broadcast_to(v[:, :1].astype(np.float16), v.shape)
     for operands in ((q, k, v), (q, k, wide), (q.swapaxes(0, 1), k.swapaxes(0, 1), v[0])):
-        unread = float8.without_memory(*operands, Options(k_scale=2.0), AXES)
+        unread, *_ = float8.without_memory(*operands, Options(k_scale=2.0), AXES)
         plain = float8.dequantized(*operands, Options(k_scale=2.0), axes=AXES)
         for ours, theirs in zip(unread[:3], plain[:3], strict=True):
             assert (ours.dtype, ours.shape, ours.strides) == (

@@ -310,7 +310,8 @@ def test_every_field_of_a_tile_is_a_parameter(kernel):
     """Every field of a tile is a parameter, except fields that say what a kernel computes."""
     what = {"sink", "grad_k", "grad_v", "deterministic", "shared_keys", "partners"}
     what |= {"split_keys", "split_queries", "split_rows", "joins", "paged", "overlaps"}
-    what |= {"clusters", "bias_stages", "mask_stages", "grad_bias", "holds_bias", "finishes_dq"}
+    what |= {"clusters", "bias_stages", "mask_stages", "grad_bias", "holds_bias", "kv_dtype"}
+    what |= {"finishes_dq"}
     if kernel.endswith("narrow"):  # has one buffer
         what |= {"width", "width_v", "key_bias", "num_stages"}
     kind = _kernels.KERNELS[kernel]

@@ -13,9 +13,10 @@ from cuflash._arrays import Array, Triple, allocate, converted, is_cupy, native,
 from cuflash._errors import shown, wrong_type
 from cuflash._problem.checks import flag, require_float, require_shape
 from cuflash._problem.destinations import check_destination
+from cuflash._problem.float8 import FLOAT8
 from cuflash._problem.option_table import FIELDS
 from cuflash._problem.options import Options, ScoreOptions
-from cuflash._problem.problem import Problem, common_dtype
+from cuflash._problem.problem import HALVES, Problem, common_dtype
 from cuflash._results import Gradients, Saved
 
 P = ParamSpec("P")
@@ -83,10 +84,15 @@ def operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, dict[str, Array], Trip
     given = {"q": native("q", q), "k": native("k", k), "v": native("v", v)}
     xp = same_module(**given)
     q, k, v = given.values()
-    if not q.dtype == k.dtype == v.dtype:
+    if not q.dtype == k.dtype == v.dtype and not has_8_bit_keys(q, k, v):
         dtype = common_dtype({name: array.dtype for name, array in given.items()})
         q, k, v = (converted(name, array, dtype) for name, array in given.items())
     return xp, given, (q, k, v)
+
+
+def has_8_bit_keys(q: Array, k: Array, v: Array) -> bool:
+    """Whether a kernel may convert k and v, of one 8-bit dtype, beside q of 16 bits."""
+    return k.dtype == v.dtype and k.dtype in FLOAT8 and q.dtype in HALVES
 
 
 def check_common(q: Array, deterministic: Any, workspace: Any, config: Any) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash._api.arguments import QKV, Keywords
+from cuflash._api.arguments import QKV, Keywords, has_8_bit_keys
 from cuflash._arrays import (
     Array,
     Triple,
@@ -30,6 +31,7 @@ from cuflash._problem.float8 import (
 )
 from cuflash._problem.operand import checked_axes, core_axes
 from cuflash._problem.options import Options
+from cuflash._problem.problem import HALVES
 
 _SCALES = tuple(f"{name}_scale" for name in QKV)
 
@@ -57,25 +59,36 @@ def forward(
     v: Array,
     options: Options,
     keywords: Keywords,
+    *,
+    in_pages: bool = False,
 ) -> Any:
-    """Compute a forward by a kernel for e4m3 if one supports it, else on dequantised arrays.
+    """Compute a forward by a kernel that reads 8-bit arrays, else on dequantised arrays.
 
     ``compute`` takes q, k, v, options and keywords. Scales in its options have one factor for each
     batch entry and head.
     """
-    axes, out = keywords.axes, keywords.out
-    arrays, scales = _checked(_native(q, k, v), options, axes)
+    names = ("q", "k_pages", "v_pages") if in_pages else QKV
+    axes, out, config = keywords.axes, keywords.out, keywords.config
+    arrays, scales = _checked(_native(q, k, v, names), options, axes, names)
     q, k, v = arrays
     out_dtype = getattr(out[0] if isinstance(out, tuple) else out, "dtype", None)
-    whole = all(not s.shape or s.shape[-2] == 1 for s in scales if hasattr(s, "shape"))
-    natively = getattr(keywords.config, "float8", True)  # without a config: any kernel
-    if natively and is_cupy(q) and whole and all(a.dtype == E4M3 for a in arrays):
-        try:
-            own = _of_entries(options, scales, q, axes)
-            return compute(q, k, v, own, keywords)
-        except NoKernel:
-            pass
-    plain = dequantized(q, k, v, options, axes=axes, out_dtype=out_dtype)
+    dtype = result_dtype([a.dtype for a in arrays], out_dtype)
+    whole = all(not getattr(s, "shape", ()) or s.shape[-2] == 1 for s in scales)
+    by_page = in_pages and any(
+        getattr(s, "ndim", 0) == k.ndim and s.shape[0] != 1 for s in scales[1:]
+    )
+    if is_cupy(q) and whole and not by_page:
+        if all(a.dtype == E4M3 for a in arrays) and getattr(config, "float8", True):
+            with suppress(NoKernel):
+                return compute(q, k, v, _of_entries(options, scales, q, axes), keywords)
+        of_keys = config is None or getattr(config, "kv_dtype", "none") == k.dtype.name
+        if k.dtype == v.dtype and k.dtype in FLOAT8 and dtype in HALVES and of_keys:
+            if q.dtype in FLOAT8:
+                q = times(names[0], q, options.q_scale, checked_axes(axes)[0], dtype)
+                options, scales = replace(options, q_scale=None), [None, *scales[1:]]
+            with suppress(NoKernel):
+                return compute(q, k, v, _of_entries(options, scales, q, axes), keywords)
+    plain = dequantized(q, k, v, options, axes=axes, out_dtype=out_dtype, names=names)
     return compute(*plain, keywords)
 
 
@@ -103,13 +116,18 @@ def dequantized(
     return Plain(q, k, v, _without_scales(options))
 
 
-def without_memory(q: Array, k: Array, v: Array, options: Options, axes: Any) -> Plain:
-    """Operands with the layouts of dequantised arrays, but without memory for the elements."""
+def without_memory(q: Array, k: Array, v: Array, options: Options, axes: Any) -> list[Plain]:
+    """Operands with the layouts of dequantised arrays, but without memory for the elements.
+
+    Then the same with k and v as they are, if a kernel may convert them.
+    """
     arrays, _ = _checked(_native(q, k, v), options, axes)
     dtype = result_dtype([a.dtype for a in arrays], None)
     found: Any = [_unread(a, dtype) if a.dtype in FLOAT8 else a for a in arrays]
     q, k, v = found
-    return Plain(q, k, v, _without_scales(options))
+    plain = Plain(q, k, v, _without_scales(options))
+    converting = plain._replace(k=arrays[1], v=arrays[2])
+    return [plain, converting] if has_8_bit_keys(*converting[:3]) else [plain]
 
 
 def without_values(

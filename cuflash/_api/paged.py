@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import numpy as np
 
 from cuflash._api import arguments, float8
-from cuflash._api.arguments import PagedKeywords
+from cuflash._api.arguments import Keywords, PagedKeywords
 from cuflash._api.dispatch import launch, run_forward
 from cuflash._arrays import (
     Array,
@@ -27,6 +28,7 @@ from cuflash._errors import wrong_type, wrong_value
 from cuflash._host.cache import pages_within
 from cuflash._host.forward import written_at_the_end
 from cuflash._problem.checks import flag, integers, require_float
+from cuflash._problem.float8 import FLOAT8
 from cuflash._problem.foreign_keywords import ADVICE_FOR_PAGES, refuse_keywords
 from cuflash._problem.operand import CANONICAL, Axes, checked_axes, core_axes
 from cuflash._problem.option_table import ARRAYS
@@ -46,6 +48,7 @@ from cuflash._select import override
 #: The CPU path takes a multiple of this number of keys, which the sizes of its blocks divide: a
 #: row then has the same bits as without pages.
 _KEYS_AT_ONCE = 4096
+_NAMES = ("q", "k_pages", "v_pages")
 _MOST_KEYS = 4 * _KEYS_AT_ONCE  # of all sequences that the CPU path computes together
 
 
@@ -163,13 +166,25 @@ def attention_paged(
     """
     refuse_keywords(score_options, ADVICE_FOR_PAGES)
     chosen = resolve(options, score_options)
-    pairs = checked_axes(axes)
+    keywords = Keywords(axes, precision, True, return_lse, out, workspace, config)
+    compute = functools.partial(_attention_paged, page_table, kv_lengths)
     if float8.among(chosen, q, k_pages, v_pages):
-        dtype = getattr(out[0] if isinstance(out, tuple) else out, "dtype", None)
-        q, k_pages, v_pages, chosen = float8.dequantized(
-            q, k_pages, v_pages, chosen, axes=axes, out_dtype=dtype,
-            names=("q", "k_pages", "v_pages"),
-        )  # fmt: skip
+        return float8.forward(compute, q, k_pages, v_pages, chosen, keywords, in_pages=True)
+    return compute(q, k_pages, v_pages, chosen, keywords)
+
+
+def _attention_paged(
+    page_table: Array,
+    kv_lengths: Any,
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    chosen: Options,
+    keywords: Keywords,
+) -> Any:
+    """Check and run one call."""
+    axes, precision, _, return_lse, out, workspace, config = keywords
+    pairs = checked_axes(axes)
     given = _native(q, k_pages, v_pages, page_table)
     xp = same_module(**given)
     arguments.check_common(given["q"], True, workspace, config)
@@ -232,9 +247,11 @@ def _native(q: Any, k_pages: Any, v_pages: Any, page_table: Any) -> dict[str, Ar
     given = {name: native(name, array) for name, array in arrays.items()}
     *matrices, table = given.items()
     for name, array in matrices:
-        require_float(name, array)
+        if array.dtype not in FLOAT8:
+            require_float(name, array)
+    keys_of_8_bits = arguments.has_8_bit_keys(*(array for _, array in matrices))
     for name, array in matrices:
-        if array.dtype != given["k_pages"].dtype:
+        if array.dtype != given["k_pages"].dtype and not keys_of_8_bits:
             fix = f"convert {name} before the call"
             expected = f"dtype {given['k_pages'].dtype} as in k_pages"
             raise wrong_type(name, f"dtype {array.dtype}", expected, fix)
@@ -270,13 +287,12 @@ def _lengths(xp: ModuleType, given: dict[str, Array], kv_lengths: Any) -> Array:
 
 def _canonical(given: dict[str, Array], pairs: Axes, lengths: Array) -> _Paged:
     """Views with (sequence, feature) last; raise if k, v and q do not fit each other."""
-    names = ("q", "k_pages", "v_pages")
-    for name, pair in zip(names, pairs, strict=False):
+    for name, pair in zip(_NAMES, pairs, strict=False):
         if 0 in core_axes(name, given[name].shape, pair):
             fix = f"axis 0 of {name} counts {'sequences' if name == 'q' else 'pages'}"
             got = f"{pair} for {name} of shape {given[name].shape}"
             raise wrong_value("axes", got, "axes other than 0", fix)
-    q, k, v = (_with_core_last(n, given[n], p) for n, p in zip(names, pairs, strict=False))
+    q, k, v = (_with_core_last(n, given[n], p) for n, p in zip(_NAMES, pairs, strict=False))
     if k.shape[-1] != q.shape[-1]:
         expected = f"head_dim {q.shape[-1]} as in q of shape {given['q'].shape}"
         raise wrong_value("k_pages", f"head_dim {k.shape[-1]}", expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Unpack
 
 import numpy as np
@@ -68,8 +69,9 @@ def workspace_size(
     """
     chosen = resolve(options, score_options)
     backward = flag("backward", backward)
+    calls = [float8.Plain(q, k, v, chosen)]
     if float8.among(chosen, q, k, v):
-        q, k, v, chosen = float8.without_memory(q, k, v, chosen, axes)
+        calls = float8.without_memory(q, k, v, chosen, axes)
     if page_table is not None:
         if backward:
             fix = "call attention_vjp on keys and values without pages"
@@ -77,13 +79,19 @@ def workspace_size(
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             got = "page_table together with cu_seqlens_q or cu_seqlens_k"
             raise wrong_type("page_table", got, "pages or packed sequences, not both")
-        return workspace_of_pages(q, k, v, page_table, chosen, axes, precision)
-    xp, given, qkv = operands(q, k, v)
-    if cu_seqlens_q is None and cu_seqlens_k is None:
-        problem = describe(*qkv, chosen, axes=axes, precision=precision)
-    else:
-        ends = ends_of(given, cu_seqlens_q, cu_seqlens_k)
-        problem = describe_packed(*qkv, chosen, ends, axes=axes, precision=precision)
-    if xp is np:
-        return 0
-    return int(launch().workspace_size(problem, "backward" if backward else "forward"))
+        return max(
+            workspace_of_pages(*c[:3], page_table, c.options, axes, precision) for c in calls
+        )
+
+    def size(q: Array, k: Array, v: Array, chosen: Options) -> int:
+        xp, given, qkv = operands(q, k, v)
+        if cu_seqlens_q is None and cu_seqlens_k is None:
+            problem = describe(*qkv, chosen, axes=axes, precision=precision)
+        else:
+            ends = ends_of(given, cu_seqlens_q, cu_seqlens_k)
+            problem = describe_packed(*qkv, chosen, ends, axes=axes, precision=precision)
+        if xp is np:
+            return 0
+        return int(launch().workspace_size(problem, "backward" if backward else "forward"))
+
+    return max(itertools.starmap(size, calls[:1] if backward else calls))

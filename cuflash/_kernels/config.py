@@ -116,6 +116,7 @@ class KernelConfig:
     tunables: ClassVar[tuple[str, ...]] = ()  # fields that a table row sets and a sweep varies
     for_sm90: ClassVar[bool] = False  # does it run only on Hopper?
     float8: ClassVar[bool] = False  # does it take 8-bit operands, and no others?
+    converts_keys: ClassVar[bool] = False  # can it read k and v of 8 bits beside q of 16 bits?
     tensor_maps: ClassVar[bool] = False  # does TMA load its operands, described by tensor maps?
     owned: ClassVar[str] = "block_m"  # tile side of the results; the other side is streamed
     splits_keys: ClassVar[bool] = False  # can several thread blocks share a tile's keys (split-KV)?

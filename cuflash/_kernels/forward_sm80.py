@@ -12,6 +12,7 @@ from cuflash._kernels.tables import Row
 
 _PLACES_BYTES = 16  # offsets of the k row and the v row of a key in pages
 _ADDRESS_BYTES = 8  # an address of the page table, or an mbarrier
+_FIRST_WITH_FLOAT8 = 89  # compute capability
 _ALIGNMENT = 128  # alignment in bytes of structs in shared memory
 #: A tile: block_m, block_n, num_warps, blocks_per_sm, num_stages. float32 has one stage of k and v:
 #: two would leave no room for the low parts of 3xTF32. The one stage of float64 with options was
@@ -44,6 +45,10 @@ ROWS = (
     Row("half, few rows, clusters", 128, ((32, 64, 2, 2, 2), (32, 32, 2, 2, 2)), "D196"),
     Row("half, few rows", 256, ((32, 16, 2, 4, 2), (32, 16, 2, 2, 2)), "D181"),
     Row("half, few rows, few tiles in order", 256, ((32, 32, 2, 2, 2), (32, 16, 2, 2, 2)), "D181"),
+    # One warp converts the keys that it reads.
+    Row("half, 8-bit keys, 16 rows", 64, ((16, 128, 1, 4, 2), (16, 64, 1, 4, 2)), "D197"),
+    Row("half, 8-bit keys, 16 rows", 128, ((16, 64, 1, 4, 2), (16, 32, 1, 4, 2)), "D197"),
+    Row("half, 8-bit keys, 16 rows", 256, ((16, 32, 1, 4, 2), (16, 16, 1, 4, 2)), "D197"),
     Row("float32", 16, ((128, 32, 4, 2, 1),), "D161"),
     Row("float32", 32, ((128, 32, 4, 2, 1),), "D124"),
     Row("float32", 64, ((128, 64, 8, 1, 1),), "D36"),
@@ -92,7 +97,7 @@ class ForwardConfig(KernelConfig):
     computes = "out"
     parts = SCORED | {"own": portable.Forward, "held": portable.BiasInRegisters}
     tunables = (*portable.TUNABLES, "num_stages")
-    splits_keys = of_few_rows = reads_pages = True
+    splits_keys = of_few_rows = reads_pages = converts_keys = True
 
     def check(self) -> None:
         if self.num_stages not in (1, 2):
@@ -104,6 +109,8 @@ class ForwardConfig(KernelConfig):
         own_columns = self.head_dim_v // self.split_columns
         streamed = self.tile_bytes(self.block_n, self.head_dim)
         streamed += self.tile_bytes(self.block_n, own_columns)
+        if self.kv_dtype != "none":
+            streamed //= self.element_bytes
         stages = self.num_stages * self.operand_parts
         tiles = self.tile_bytes(self.block_m, self.head_dim) + int(stages * streamed)
         places = (3 if self.simt else 2) * _PLACES_BYTES * self.block_n + _ADDRESS_BYTES
@@ -114,10 +121,26 @@ class ForwardConfig(KernelConfig):
         return tiles + sum(int(-(-size // _ALIGNMENT) * _ALIGNMENT) for size in beside)
 
     @classmethod
+    def eligible(cls, request: Request) -> str:
+        problem = request.problem
+        if not problem.has_8_bit_keys:
+            return ""
+        widest = portable.padded(max(problem.head_dim, problem.head_dim_v))
+        if request.simt or request.capability < _FIRST_WITH_FLOAT8:
+            return "the device has no instruction that converts 8-bit floats"
+        if problem.seqlen_q > portable.ROWS_OF_TWO_WARPS:
+            return "for many rows keys of 16 bits are faster"
+        if widest not in split_keys.WIDTHS_OF_FEW_ROWS:
+            return "keys of 8 bits are read 32 columns at once"
+        return ""
+
+    @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The first tile of its table row that fits; ``simt`` if none does."""
         own = portable.fields(cls, request) | {"sink": dtype_of(request.problem.sink)}
         own["paged"] = request.problem.pages is not None
+        if request.problem.has_8_bit_keys:
+            own["kv_dtype"] = request.problem.k.dtype.name
         own["holds_bias"] = portable.holds_wide_bias(request)
         general = needs_score_math(request.problem) or not own["scale_in_exponent"]
         general = general or request.problem.num_queries is not None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from cuflash._kernels.score_config import (
 from cuflash._kernels.tables import Row, tile_of
 from cuflash._problem.problem import HALVES, Problem
 
+Float8 = Literal["none", "float8_e4m3fn", "float8_e5m2"]
 AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 #: Fields of a portable kernel that its table sets.
 TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
@@ -141,7 +142,7 @@ def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
         "out_dtype": (problem.out.dtype if kernel.computes == "out" else of_gradients).name,
         "precision": precision_of(problem),
         "wide_float64": problem.dtype == np.float64 and request.capability >= 90,
-        "copy_bytes": request.copy_bytes,
+        "copy_bytes": max(request.copy_bytes, 2),  # below 4 elements are copied one by one
         "head_dim": max(padded(problem.head_dim), kernel.narrowest),
         "head_dim_v": max(padded(problem.head_dim_v), kernel.narrowest),
         "simt": request.simt,
@@ -177,6 +178,8 @@ def candidates(
         and problem.cu_seqlens_q is None
         and (in_pages or own.get("split_keys", False)),
         "pages": in_pages,
+        "8-bit keys": problem.has_8_bit_keys,
+        "16 rows": problem.seqlen_q <= ROWS_OF_ONE_WARP,
         "short": request.capability == 90 and is_short(problem),
         "32 rows": problem.seqlen_q <= ROWS_OF_TWO_WARPS,
         "held bias": own.get("holds_bias", False),
@@ -278,6 +281,7 @@ class Forward(NamedTuple):
     overlaps: bool = False  # does forward_combine.cu start before this kernel ends?
     clusters: bool = False  # do these thread blocks, as a cluster, combine their own results?
     paged: bool = False  # are keys and values in pages, which a page table orders?
+    kv_dtype: Float8 = "none"  # dtype of k and v in memory; "none": dtype
 
 
 class Results(NamedTuple):

@@ -104,6 +104,7 @@ def in_pairs(request: Request) -> bool:
         and portable.padded(max(problem.head_dim, problem.head_dim_v)) <= WIDEST_PAIRS
         and _are_two_parts(request)
         and problem.pages is None
+        and not problem.has_8_bit_keys
         and not (_is_ragged(problem) and problem.seqlen_k > 2 * BOUNDS.max_ragged_part_keys)
     )
 

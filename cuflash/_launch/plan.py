@@ -140,7 +140,13 @@ def plan_launch(
     config: Any = step.config
     struct = kernel_params.with_reals(kernel_params.STRUCTS[config.params], config.real_bytes)
     operands, tiles, streamed, grid = _work_of(step, problem, layouts)
-    for dtype, names in ((problem.dtype.name, _OF_THE_DTYPE), (config.out_dtype, _GRADIENTS)):
+    kv = frozenset("kv") if problem.has_8_bit_keys else frozenset()
+    dtypes = (
+        (problem.dtype.name, _OF_THE_DTYPE - kv),
+        (problem.k.dtype.name, kv),
+        (config.out_dtype, _GRADIENTS),
+    )
+    for dtype, names in dtypes:
         for name in names & layouts.keys() & operands.keys():
             if layouts[name].itemsize != ELEMENT_BYTES[dtype]:
                 raise AssertionError(f"{name}: {layouts[name].itemsize} bytes, not {dtype}")

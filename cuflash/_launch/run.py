@@ -18,7 +18,7 @@ import numpy as np
 from cupy_backends.cuda.api import runtime
 
 from cuflash._arrays import Array, Triple, converted, refuse_capture, write_rounded
-from cuflash._errors import wrong_value
+from cuflash._errors import NoKernel, wrong_value
 from cuflash._kernels.config import KernelConfig
 from cuflash._launch import plan_cache, score_gradients, score_params, tensor_map
 from cuflash._launch.kernel_launcher import current_stream
@@ -226,9 +226,15 @@ def workspace_size(problem: Problem, pass_name: str) -> int:
     """
     own = hardware.of_device(runtime.getDevice())
     if pass_name == "forward":
-        splits = max(
-            _splits_of(choose(problem, own, access)) for access in forward_of_any_arrays(problem)
-        )
+        try:
+            splits = max(
+                _splits_of(choose(problem, own, access))
+                for access in forward_of_any_arrays(problem)
+            )
+        except NoKernel:
+            if not problem.has_8_bit_keys:
+                raise
+            return 0  # keys are dequantised first
         return Workspace.of(problem, backward=False, splits=splits).size
     access = of_any_arrays(problem)
     return max(

@@ -16,7 +16,7 @@ import numpy as np
 from cuflash._arrays import Array, is_cupy, same_module
 from cuflash._errors import wrong_type, wrong_value
 from cuflash._problem.checks import FARTHEST, FLOATS, precision_word
-from cuflash._problem.float8 import E4M3
+from cuflash._problem.float8 import E4M3, FLOAT8
 from cuflash._problem.formulas import Formulas
 from cuflash._problem.operand import (
     Axes,
@@ -100,6 +100,11 @@ class Problem(_OfOptions):  # type: ignore[misc]
     def has(self, option: Option) -> bool:
         """Whether this option, which has an array or a number, is present."""
         return getattr(self, next(iter(option.arrays), option.name)) not in (None, 0)
+
+    @property
+    def has_8_bit_keys(self) -> bool:
+        """Whether k and v have 8 bits, and q more."""
+        return self.k.dtype in FLOAT8 and self.k.dtype != self.dtype
 
     @property
     def lse_dtype(self) -> np.dtype[Any]:
@@ -285,8 +290,9 @@ def _gradient_operand(problem: Problem, name: str, array: Signature) -> Operand:
 
 def common_dtype(dtypes: dict[str, np.dtype[Any]]) -> np.dtype[Any]:
     """The dtype that q, k, v promote to; TypeError for dtypes that do not promote."""
+    known = (*FLOATS, *(FLOAT8 if dtypes["q"] in HALVES else (E4M3,)))
     for name, dtype in dtypes.items():
-        if dtype not in FLOATS and dtype != E4M3:
+        if dtype not in known:
             fix = f"write {name}.astype(np.float32)" if dtype.kind in "iub" else ""
             expected = "float16, bfloat16, float32 or float64"
             raise wrong_type(name, f"dtype {dtype}", expected, fix)

@@ -224,6 +224,8 @@ def _first_passes(
             continue
         if kernel.float8 != (request.problem.dtype == E4M3):
             continue
+        if request.problem.has_8_bit_keys and not kernel.converts_keys:
+            continue
         if merges and not kernel.can_merge_partial:
             continue
         if splits and not split_keys.suits(kernel, request):

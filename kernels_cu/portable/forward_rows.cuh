@@ -97,11 +97,12 @@ CUFLASH_DEVICE void store_rows(const ForwardParams& params, int warp, WarpSoftma
       const bool hidden = !exists || softmax.row_sum[s][half] == 0;
       const RowEnd end = end_of_sum(score, work.entry, softmax.reference(score, s, half),
                                     softmax.row_sum[s][half]);
-      const Real factor = kept_scale(params.score) * end.weight / end.sum;
+      const Real unit = score.value_scale(work.entry) / operand_unit;
+      const Real factor = unit * (kept_scale(params.score) * end.weight / end.sum);
 #pragma unroll
       for (int t = 0; t < out_tiles; ++t) {
         if (exists && rows_to_recompute[s] >> row & 1) break;
-        out.store_pair(q_idx, fragment_column(t, 0), hidden ? 0 : o_acc[s][t][2 * half] * factor,
+        out.store_pair(q_idx, result_column(t), hidden ? 0 : o_acc[s][t][2 * half] * factor,
                        hidden ? 0 : o_acc[s][t][2 * half + 1] * factor);
       }
       if (exists && far_or_overflowed[s] >> row & 1) continue;

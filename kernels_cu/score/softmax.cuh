@@ -55,6 +55,7 @@ CUFLASH_DEVICE RowEnd end_of_row(const Score& score, const BatchIndex& entry, Re
 // blocks, when the reference was still far from 0.
 CUFLASH_DEVICE bool must_recompute(const Score& score, Real reference, Real sum) {
   const bool overflowed = Config::scale_in_exponent && !(fabs(sum) < infinity());
+  if (narrows_range && is_quiet_nan(sum)) return true;
   // The sum is NaN where a bias of -inf was added to a NaN or to infinity.
   if constexpr (Config::bias_stages > 0) return is_quiet_nan(sum);
   return Score::recomputes_far_rows && (score.is_far(reference) || overflowed);
@@ -84,9 +85,9 @@ struct OnlineSoftmax {
   }
 
   // Replaces scores by exp(score - row_max). Sums under the old maximum are rescaled. Rescaling by
-  // 1 is skipped where multiplications take time from tensor cores, as in float64 (D54), or from
-  // another warpgroup (D125).
-  template <bool skips_one = is_double, int tiles, int out_tiles>
+  // 1 is skipped where multiplications take time from tensor cores, as in float64 (D54), from
+  // another warpgroup (D125), or from conversions of keys.
+  template <bool skips_one = is_double || has_8_bit_keys, int tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&s_acc)[slices][tiles][4], Real (&o_acc)[slices][out_tiles][4],
                              const Score& score) {
     unrolled<slices, 2>([&](int s, int half) {

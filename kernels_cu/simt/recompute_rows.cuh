@@ -30,10 +30,10 @@ struct LaneColumns {
   // Loads a row of an operand, with zeros past its true width. (D86)
   template <typename Source>
   CUFLASH_DEVICE void load(const Source& from, int row) {
-    const Element* at = from.row(row) + lane_index() * from.column_stride;
+    const auto* at = from.row(row) + lane_index() * from.column_stride;
 #pragma unroll
     for (int i = 0; i < count; ++i, at += 32 * from.column_stride) {
-      value[i] = lane_index() + 32 * i < from.num_columns ? to_real<Config::dtype>(*at) : 0;
+      value[i] = lane_index() + 32 * i < from.num_columns ? to_real<Source::dtype>(*at) : 0;
     }
   }
 
@@ -198,10 +198,10 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
   const Score score(params.score, entry, part.keys);
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const KeySource<Config::paged> k_rows(
-      params, RowSource(params.k, params.k_layout, entry, first_k, params.head_dim), entry,
+      params, KeyRows(params.k, params.k_layout, entry, first_k, params.head_dim), entry,
       params.k_page);
   const KeySource<Config::paged> v_rows(
-      params, RowSource(params.v, params.v_layout, entry, first_k, params.head_dim_v), entry,
+      params, KeyRows(params.v, params.v_layout, entry, first_k, params.head_dim_v), entry,
       params.v_page);
   QkColumns q, k;
   VColumns v, o;

@@ -61,6 +61,13 @@ CUFLASH_DEVICE int fragment_column(int tile, int i, int lane = lane_index()) {
   return 8 * tile + 2 * (lane % 4) + i % 2;
 }
 
+// The first of a lane's two columns of a result. Products with values of 8 bits have their own
+// order.
+CUFLASH_DEVICE int result_column(int tile) {
+  if constexpr (!has_8_bit_keys) return fragment_column(tile, 0);
+  return 16 * (tile / 2) + 4 * (lane_index() % 4) + 2 * (tile % 2);
+}
+
 template <int slices, int tiles>
 CUFLASH_DEVICE void clear(Real (&acc)[slices][tiles][4]) {
   unrolled<slices, tiles>([&](int s, int t) {
@@ -90,14 +97,22 @@ CUFLASH_DEVICE void scale_row(Real (&acc)[tiles][4], int half, Real factor) {
   }
 }
 
+// What weights are multiplied by before they are rounded to an operand. Weights of 2^-30 keep the
+// bits of bfloat16 in float16.
+constexpr Real operand_unit = narrows_range ? 0x1p15 : 1;
+
 // Two neighbouring 16x8 accumulators become one 16x16 operand, of 16-bit elements rounded once.
 template <int slices, int tiles>
 CUFLASH_DEVICE void to_operand(Register (&frag)[slices][tiles / 2][operand_registers],
                                const Real (&acc)[slices][tiles][4]) {
   unrolled<slices, tiles>([&](int s, int t) {
     if constexpr (packs_operands) {
-      frag[s][t / 2][t % 2 * 2] = pack<Config::dtype>(acc[s][t][0], acc[s][t][1]);
-      frag[s][t / 2][t % 2 * 2 + 1] = pack<Config::dtype>(acc[s][t][2], acc[s][t][3]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Real low = acc[s][t][2 * half], high = acc[s][t][2 * half + 1];
+        frag[s][t / 2][t % 2 * 2 + half] =
+            pack<operand_dtype>(operand_unit * low, operand_unit * high);
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) frag[s][t / 2][t % 2 * 4 + i] = acc[s][t][i % 2 * 2 + i / 2];

@@ -21,24 +21,24 @@ CUFLASH_DEVICE const int32_t* table_of(const ForwardParams& params, const BatchI
 
 // The rows of k or v of one batch entry, looked up one by one.
 template <bool paged>
-struct KeySource : RowSource {
-  CUFLASH_DEVICE KeySource(const ForwardParams&, const RowSource& rows, const BatchIndex&, int64_t)
-      : RowSource(rows) {}
+struct KeySource : KeyRows {
+  CUFLASH_DEVICE KeySource(const ForwardParams&, const KeyRows& rows, const BatchIndex&, int64_t)
+      : KeyRows(rows) {}
 };
 template <>
-struct KeySource<true> : RowSource {
+struct KeySource<true> : KeyRows {
   const ForwardParams& params;
   const int32_t* numbers;
   int64_t page_stride;
 
-  CUFLASH_DEVICE KeySource(const ForwardParams& forward_params, const RowSource& rows,
+  CUFLASH_DEVICE KeySource(const ForwardParams& forward_params, const KeyRows& rows,
                            const BatchIndex& entry, int64_t elements)
-      : RowSource(rows),
+      : KeyRows(rows),
         params(forward_params),
         numbers(table_of(params, entry)),
         page_stride(elements) {}
 
-  CUFLASH_DEVICE const Element* row(int key) const {
+  CUFLASH_DEVICE const Stored* row(int key) const {
     return data + place_in_pages(params, numbers, key, page_stride, row_stride);
   }
 };
@@ -54,8 +54,8 @@ struct BlockPlaces {
   // Keys in order need no look-up.
   CUFLASH_DEVICE void begin(const ForwardParams&, const BatchIndex&) {}
   CUFLASH_DEVICE void look_up(int, const ForwardParams&, int, Range) {}
-  CUFLASH_DEVICE const RowSource& of_k(const RowSource& rows, int) const { return rows; }
-  CUFLASH_DEVICE const RowSource& of_v(const RowSource& rows, int) const { return rows; }
+  CUFLASH_DEVICE const KeyRows& of_k(const KeyRows& rows, int) const { return rows; }
+  CUFLASH_DEVICE const KeyRows& of_v(const KeyRows& rows, int) const { return rows; }
 };
 template <>
 struct alignas(128) BlockPlaces<true> {
@@ -82,10 +82,10 @@ struct alignas(128) BlockPlaces<true> {
     }
   }
 
-  CUFLASH_DEVICE PlacedRows of_k(const RowSource& rows, int buffer) const {
+  CUFLASH_DEVICE PlacedRows of_k(const KeyRows& rows, int buffer) const {
     return {rows, k_places[buffer]};
   }
-  CUFLASH_DEVICE PlacedRows of_v(const RowSource& rows, int buffer) const {
+  CUFLASH_DEVICE PlacedRows of_v(const KeyRows& rows, int buffer) const {
     return {rows, v_places[buffer]};
   }
 };

@@ -15,11 +15,11 @@
 
 namespace cuflash {
 
-template <int rows_, int columns_>
+template <int rows_, int columns_, typename Stored = Element>
 struct SmemTile {
   static constexpr int rows = rows_;
   static constexpr int columns = columns_;
-  static constexpr int element_bytes = sizeof(Element);
+  static constexpr int element_bytes = sizeof(Stored);
   static constexpr int widest_panel = 128 / element_bytes;
   static constexpr int panel_columns =
       columns % widest_panel == 0
@@ -31,7 +31,7 @@ struct SmemTile {
   static constexpr int row_bytes = element_bytes * panel_columns;
   static constexpr int panel_bytes = rows * row_bytes;
 
-  alignas(128) Element data[rows * columns];
+  alignas(128) Stored data[rows * columns];
 
   // One access to 8-byte elements reads four chunks from each of two neighbouring rows, or two
   // chunks from each of four rows, every other one. Bit 2 separates neighbouring rows, bits 1 and 2

@@ -1,5 +1,7 @@
 """Which calls are the rows of levels whose forward is one of Hopper's kernels?
 
+Beside them is the portable kernel, for keys of 8 bits and queries of 16.
+
 A row is a text of the levels that are not the first of their factor: ``"causal, grouped, sink"``.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -35,6 +38,7 @@ SIZES = {
     "few queries": (2, 5, 280),
     "many keys": (2, 72, 2200),
     "many entries": (33, 380, 136),
+    "few queries on many keys": (2, 5, 2200),
 }
 PAGES = {"pages of 16": 16, "pages of 128": 128}
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -59,7 +63,7 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
     "forward_sm90": {
         "dtype": ("float16", "bfloat16"),
         "d": ("64", "16 80", "128", "192 128", "256"),
-        "size": tuple(SIZES),
+        "size": tuple(SIZES)[:5],
         "order": ("in order", "packed", *PAGES),
         "result": ("same dtype", "float32 out"),
         **OPTIONS,
@@ -77,6 +81,14 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
         "order": ("in order", "packed"),
         "factors": ("no factors", "factors of each head"),
         "result": ("same dtype", "float16 out"),
+        **OPTIONS,
+    },
+    "forward_sm80": {
+        "dtype": ("float16", "bfloat16"),
+        "d": ("64", "128", "40 200"),
+        "size": ("few queries", "few queries on many keys"),
+        "order": ("in order", *PAGES),
+        "factors": ("no factors", "factors of each head"),
         **OPTIONS,
     },
 }
@@ -115,12 +127,17 @@ def call_of(kernel: str, levels: Levels, drawn: Callable[..., np.ndarray]) -> Ca
     dtype = _OF_KERNEL.get(kernel) or _DTYPES[levels["dtype"]]
     heads_k = {"grouped": HEADS // 2, "shared keys": 1}.get(levels["heads"], HEADS)
     shapes = (HEADS, m, int(d)), (heads_k, n, int(d)), (heads_k, n, int(d_v))
-    q, k, v = (drawn((batch, *shape)).astype(np.float32).astype(dtype) for shape in shapes)
+    of_keys = np.dtype(E4M3) if kernel == "forward_sm80" else dtype
+    q, k, v = (
+        drawn((batch, *shape)).astype(np.float32).astype(own)
+        for shape, own in zip(shapes, (dtype, of_keys, of_keys), strict=True)
+    )
     options = _options(levels, drawn, batch, m, n, dtype)
     if levels.get("factors") == "factors of each head":
         options |= {
             f"{name}_scale": np.exp2(np.arange(heads, dtype=np.float32) % 3 - 1)[:, None, None]
             for name, heads in zip("qkv", (HEADS, heads_k, heads_k), strict=True)
+            if name != "q" or dtype == E4M3
         }
     call = Call(
         q, k, v, dout=np.empty((batch, HEADS, m, int(d_v)), dtype), options=options,
@@ -219,16 +236,16 @@ def described(kernel: str, levels: Levels) -> Problem:
     out = None
     if wanted := RESULTS.get(levels.get("result", "")):
         out = on_device(np.moveaxis(call.dout, (-2, -1), axes[3]).astype(wanted, order="C"))
+    own = Options(**call.options)
+    options = float8._of_entries(own, [own.q_scale, own.k_scale, own.v_scale], qkv[0], axes)
     if size := PAGES.get(levels.get("order", "")):
         in_pages = InPages(call, size, axes)
         names = ("q", "k_pages", "v_pages", "page_table")
         given = dict(zip(names, map(on_device, (*in_pages.arrays, in_pages.table)), strict=True))
         own, *_, problem = paged._described(
-            given, on_device(in_pages.lengths), Options(**in_pages.options), axes, None, out
+            given, on_device(in_pages.lengths), replace(options, kv_lengths=None), axes, None, out
         )
         return paged._for_kernels(problem, own)[0]
-    own = Options(**call.options)
-    options = float8._of_entries(own, [own.q_scale, own.k_scale, own.v_scale], qkv[0], axes)
     precision = "tf32" if call.tf32 else None
     if not call.sequences:
         return describe(*qkv, options, axes=axes, precision=precision, out=out)

@@ -80,6 +80,22 @@ inline uint32_t pack_e5m2(float a, float b, float c, float d) {
   return bits(a) | bits(b) << 8 | bits(c) << 16 | bits(d) << 24;
 }
 
+inline float e4m3_value(uint32_t code) {
+  const int rest = code & 0x7f;
+  const float size = rest == 0x7f ? NAN
+                     : rest < 8   ? std::ldexp(float(rest), -9)
+                                  : std::ldexp(float(8 + rest % 8), rest / 8 - 10);
+  return code & 0x80 ? -size : size;
+}
+inline uint32_t e4m3_to_float16(uint32_t pair) {
+  return pack_float16(e4m3_value(pair & 0xff), e4m3_value(pair >> 8 & 0xff));
+}
+inline float2 load_shared_pair(uint32_t smem) {
+  float2 pair;
+  std::memcpy(&pair, smem_bytes + smem, 8);
+  return pair;
+}
+
 template <int bytes>
 inline void cp_async(uint32_t smem, const void* source, bool valid) {
   if (valid) {
@@ -142,6 +158,11 @@ inline void mma_m16n8k16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, u
     }
     return 0;
   });
+}
+
+inline void mma_m16n8k16_float16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
+                                 uint32_t b1) {
+  mma_m16n8k16<Dtype::float16>(acc, a, b0, b1);
 }
 
 // acc (16x8) += a (16x8) . b (8x8): lane t has rows t/4 and t/4 + 8 and columns t%4 and t%4 + 4 of
