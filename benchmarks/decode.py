@@ -50,11 +50,15 @@ PAGED = [
     (Workload(4, 8, 8, 2048, 2048, 64, 64, "bfloat16", causal=True), (16,)),
 ]
 SHORTEST = 17  # the shortest of sequences with different lengths
+#: Shapes that are also measured with keys of 8 bits.
+KEYS_OF_8_BITS = [Workload(*shape, d, d, "bfloat16") for d in (64, 128, 256) for shape in GENERATED]
 RAGGED = Workload(16, 32, 8, 1, 100_000, 128, 128, "bfloat16")
 PACKED = Workload(32, 8, 8, 1, 100_000, 128, 128, "bfloat16")
 COPIED_BYTES = 1 << 30
 COPY = "a copy of 1 GiB"
 SHOWN_PAGES = "pages of 16"
+SHOWN_8_BITS, WIDENED = "in 8 bits", "in 16 bits"
+SHAPE = ("batch, heads, key heads", "queries", "keys", "head size")
 
 
 class InOrder(Cuflash):
@@ -114,6 +118,32 @@ class InPages(InOrder):
         return bits.swapaxes(1, 2).reshape(-1, heads, self.page_size, d)
 
 
+class In8Bits(InOrder):
+    """Keys and values of float8_e4m3fn with a scale, or the same numbers in the dtype of q."""
+
+    def __init__(self, *, widened: bool = False) -> None:
+        super().__init__()
+        self.widened, self.name = widened, WIDENED if widened else SHOWN_8_BITS
+
+    def padded(self, work: Workload, _pass: str, xp: ModuleType) -> Make:
+        def make(q: Array, k: Array, v: Array, dout: Array) -> Call:
+            given, options = {"out": xp.empty_like(dout)}, work.score_options(xp)
+            (k, k_scale), (v, v_scale) = map(cuflash.quantize, (k, v))
+            if self.widened:
+                values = np.arange(256, dtype=np.uint8).view(k.dtype).astype(np.float32)
+                table = xp.asarray(values)
+                k, v = ((table[a.view(np.uint8)] * s).astype(q.dtype)
+                        for a, s in ((k, k_scale), (v, v_scale)))  # fmt: skip
+            else:
+                options |= {"k_scale": k_scale, "v_scale": v_scale}
+            given["options"] = cuflash.Options(**options)
+            size = cuflash.workspace_size(q, k, v, options=given["options"])
+            given["workspace"] = xp.empty(size, np.uint8) if size else None
+            return functools.partial(cuflash.attention, q, k, v, **given)
+
+        return make
+
+
 class Packed(Cuflash):
     """Packed sequences: only keys within the lengths, and the queries of each sequence."""
 
@@ -161,6 +191,9 @@ def measure_decode(run: Run) -> None:
                 note_share(run, words, workload_of(row).input_bytes("fwd"), row["ms"], copied)
         for work, sizes in PAGED:
             _measure_keys(run, replace(work, dtype=dtype), [InOrder(), *map(InPages, sizes)], copy)
+        for work in KEYS_OF_8_BITS if dtype in ("float16", "bfloat16") else ():
+            own = replace(work, dtype=dtype)
+            _measure_keys(run, own, [In8Bits(widened=True), In8Bits()], copy)
         for work, kind in ((RAGGED, functools.partial(InPages, 16)), (PACKED, Packed)):
             lengths = lengths_up_to(work.seqlen_k, work.batch)
             among = [InOrder(lengths), kind(lengths)]
@@ -180,6 +213,8 @@ def _measure_keys(
         moved -= unread * width * DTYPES[work.dtype].itemsize
     for own in among:
         if own.name in found:
+            if own.name == SHOWN_8_BITS:  # half of the bytes of k and v
+                moved -= work.batch * work.seqlen_k * work.heads_kv * 2 * work.head_dim
             lie = f"{own.name}, {min(lengths)} to {max(lengths)} keys" if lengths else own.name
             ms = found[own.name].ms
             run.add(IMPLEMENTATIONS["cuflash"], work, "fwd", found[own.name], options=lie,
@@ -187,7 +222,9 @@ def _measure_keys(
             note_share(run, f"{work.dtype} {work}, {lie}", moved, ms, found[COPY])
             if own is not among[0]:
                 times = found[among[0].name].ms / ms
-                run.note(f"{times:.2f} of the speed of keys in order: {work.dtype} {work}, {lie}")
+                run.note(
+                    f"{times:.2f} of the speed of keys {among[0].name}: {work.dtype} {work}, {lie}"
+                )
 
 
 def note_share(run: Run, words: str, moved: int, ms: float, copied: Measurement) -> None:
@@ -212,6 +249,20 @@ def copier(xp: ModuleType, clock: Any) -> Call:
     return lambda: move(source.data, COPIED_BYTES, clock.stream)
 
 
+def of_8_bits(result: dict[str, Any]) -> str:
+    """A table with the time of each shape for keys of 16 and of 8 bits with the same numbers."""
+    times: dict[Workload, dict[str, float]] = {}
+    for row in result["rows"]:
+        times.setdefault(workload_of(row), {})[row["options"]] = row["ms"]
+    lines = [
+        [*_shape(shape), *map(_microseconds, both), f"{both[0] / both[1]:.2f}"]
+        for shape, found in times.items()
+        if SHOWN_8_BITS in found
+        for both in [(found[WIDENED], found[SHOWN_8_BITS])]
+    ]
+    return "\n".join(grid((*SHAPE, "16 bits", "8 bits", "times as fast"), *lines))
+
+
 def markdown(result: dict[str, Any]) -> str:
     """A table with the time of each shape, of a copy, of peers, and with keys in pages of 16."""
     shares = {
@@ -223,26 +274,21 @@ def markdown(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         if not row["options"]:
             found = times.setdefault(workload_of(row), {"of the copy": ""})
-            found[row["impl"]] = _microseconds(row)
+            found[row["impl"]] = _microseconds(row["ms"])
             if row["impl"] == "cuflash":
                 found["of the copy"] = shares[f"{row['dtype']} {shape_text(row)}"]
         elif row["options"] == SHOWN_PAGES and workload_of(row) in times:
-            times[workload_of(row)][SHOWN_PAGES] = _microseconds(row)
+            times[workload_of(row)][SHOWN_PAGES] = _microseconds(row["ms"])
     shown = ("cuflash", "of the copy", "cudnn", "fa2", SHOWN_PAGES)
-    lines = [
-        [
-            f"{shape.batch}, {shape.heads_q}, {shape.heads_kv}",
-            f"{shape.seqlen_q:,}",
-            f"{shape.seqlen_k:,}",
-            str(shape.head_dim),
-            *(found.get(name, "") for name in shown),
-        ]
-        for shape, found in times.items()
-    ]
-    named = ("batch, heads, key heads", "queries", "keys", "head size", *shown)
-    return "\n".join(grid(named, *lines))
+    lines = [[*_shape(shape), *(found.get(n, "") for n in shown)] for shape, found in times.items()]
+    return "\n".join(grid((*SHAPE, *shown), *lines))
 
 
-def _microseconds(row: dict[str, Any]) -> str:
-    us = 1e3 * row["ms"]
+def _shape(work: Workload) -> tuple[str, ...]:
+    heads = f"{work.batch}, {work.heads_q}, {work.heads_kv}"
+    return heads, f"{work.seqlen_q:,}", f"{work.seqlen_k:,}", str(work.head_dim)
+
+
+def _microseconds(ms: float) -> str:
+    us = 1e3 * ms
     return f"{us:,.0f} us" if us >= 100 else f"{us:.1f} us"

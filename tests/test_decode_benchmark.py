@@ -22,11 +22,12 @@ def small(work: Workload) -> Workload:
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> cells.Run:
     """Return a run of the set on NumPy arrays, each shape made small."""
-    monkeypatch.setattr(decode, "COPIED_BYTES", 1 << 20)
-    monkeypatch.setattr(decode, "SHAPES", list(map(small, decode.SHAPES[:4])))
-    monkeypatch.setattr(decode, "PAGED", [(small(w), sizes) for w, sizes in decode.PAGED])
-    monkeypatch.setattr(decode, "RAGGED", small(decode.RAGGED))
-    monkeypatch.setattr(decode, "PACKED", small(decode.PACKED))
+    replaced = {"COPIED_BYTES": 1 << 20, "SHAPES": [*map(small, decode.SHAPES[:4])]}
+    replaced["PAGED"] = [(small(work), sizes) for work, sizes in decode.PAGED]
+    for name, value in replaced.items():
+        monkeypatch.setattr(decode, name, value)
+    for name in ("RAGGED", "PACKED"):
+        monkeypatch.setattr(decode, name, small(getattr(decode, name)))
     chosen = [peers.IMPLEMENTATIONS[name] for name in ("cuflash", "naive")]
     run = cells.Run(np, host_clock.HostClock(), chosen, ["float32"], ["fwd"], 0.1)
     decode.measure_decode(run)
@@ -52,22 +53,25 @@ def test_every_way_that_keys_lie_is_a_row_beside_a_copy(found: cells.Run) -> Non
 
 def test_a_share_counts_the_bytes_of_keys_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A share is what is computed by hand, on a clock where a call takes as long as the copy."""
-    monkeypatch.setattr(decode, "COPIED_BYTES", 1 << 20)
-    monkeypatch.setattr(decode, "SHAPES", [])
-    monkeypatch.setattr(decode, "PAGED", [])
-    for name in ("RAGGED", "PACKED"):
-        monkeypatch.setattr(decode, name, Workload(2, 4, 2, 1, 1008, 8, 8, "float32"))
+    work = Workload(2, 4, 2, 1, 1008, 32, 32, "float16")
+    own = {"SHAPES": [], "PAGED": [], "KEYS_OF_8_BITS": [work], "RAGGED": work, "PACKED": work}
+    for name, value in {"COPIED_BYTES": 1 << 20, **own}.items():
+        monkeypatch.setattr(decode, name, value)
     monkeypatch.setattr(decode, "lengths_up_to", lambda *_: (600, 100))
     clock = host_clock.HostClock()
     monkeypatch.setattr(clock, "once", lambda call: (call(), 2.0)[1])
-    run = cells.Run(np, clock, [], ["float32"], ["fwd"], 0.1)
+    run = cells.Run(np, clock, [], ["float16"], ["fwd"], 0.1)
     decode.measure_decode(run)
-    moved = 4 * (2 * 4 * 16 + 2 * 700 * 16)  # rows of q and out, and 700 keys of two heads
-    share = f"{moved / (2 << 20):.2f} of a copy's 0.00 TB/s: float32 b2 h4/2 1x1008 d8 full"
-    for lie in ("in order", "pages of 16", "packed"):
-        assert f"{share}, {lie}, 100 to 600 keys" in run.notes
-    ratios = [note for note in run.notes if note.startswith("1.00 of the speed of keys in order:")]
-    assert len(ratios) == 2
+    lies = {f"{lie}, 100 to 600 keys": 700 for lie in ("in order", "pages of 16", "packed")}
+    for lie, keys in (lies | {decode.WIDENED: 2016, decode.SHOWN_8_BITS: 1008}).items():
+        moved = 2 * (2 * 4 * 64 + keys * 2 * 64)  # rows of q and out, and keys of two heads
+        share = f"{moved / (2 << 20):.2f} of a copy's 0.00 TB/s: float16 b2 h4/2 1x1008 d32 full"
+        assert f"{share}, {lie}" in run.notes
+    assert (
+        len([note for note in run.notes if note.startswith("1.00 of the speed of keys in ")]) == 3
+    )
+    (row,) = decode.of_8_bits({"rows": run.rows}).splitlines()[2:]
+    assert row.startswith("| 2, 4, 2 | 1 | 1,008 | 32 | ")
 
 
 def test_one_part_of_the_evidence_has_every_bar() -> None:
