@@ -53,6 +53,7 @@ def test_the_cases_reach_every_kernel(launched):
     configs = [config for found in launched.values() for config in found]
     every = {path.name for path in KERNELS.glob("*.cu")}
     assert {config.source for config in configs} == every
+    assert sum(getattr(config, "kv_dtype", "none") != "none" for config in configs) == 3
     on_cores = [c for case in CASES if case.arch for c in launched[case.name]]
     assert {c.source for c in on_cores if getattr(c, "simt", False)} == {*PORTABLE, SUMS}
     sums = {(c.grad_of, c.sums_to) for c in configs if c.source == SUMS}

@@ -25,7 +25,7 @@ class Case:
     k: tuple[int, ...] = (1, 2, 193, 64)
     head_dim_v: int | None = None
     dtype: Any = np.float16
-    float8: bool = False  # are q, k and v quantised before the call?
+    float8: str = ""  # names of operands that are quantised before the call
     options: Mapping[str, Any] = field(default_factory=dict)  # drawn where it can be called
     keywords: Mapping[str, Any] = field(default_factory=dict)  # of a call, not of a score
     page_size: int = 0  # of a cache that keys and values are appended to; without a gradient
@@ -79,13 +79,16 @@ CASES = (
     Case("causal long keys", (1, 2, 65, 32), (1, 2, 300, 32), options=CAUSAL),
     Case("causal long queries", (1, 2, 300, 64), (1, 2, 65, 64), options=CAUSAL),
     Case("causal head_dim 256", (1, 1, 130, 256), (1, 1, 130, 256), options=CAUSAL),
-    Case("8 bits", (1, 2, 257, 128), (1, 2, 321, 128), dtype=bfloat16, float8=True),
-    Case("8 bits causal", (1, 1, 257, 128), (1, 1, 257, 128), float8=True, options=CAUSAL),
-    Case("8 bits head_dim 256", (1, 1, 257, 256), (1, 1, 257, 256), float8=True),
+    Case("8 bits", (1, 2, 257, 128), (1, 2, 321, 128), dtype=bfloat16, float8="qkv"),
+    Case("8 bits causal", (1, 1, 257, 128), (1, 1, 257, 128), float8="qkv", options=CAUSAL),
+    Case("8 bits head_dim 256", (1, 1, 257, 256), (1, 1, 257, 256), float8="qkv"),
     Case(
-        "8 bits packed", (2, 257, 128), (2, 257, 128), float8=True, ends=(0, 100, 257),
+        "8 bits packed", (2, 257, 128), (2, 257, 128), float8="qkv", ends=(0, 100, 257),
         options=CAUSAL,
     ),
+    Case("keys of 8 bits", (2, 4, 3, 128), (2, 4, 2100, 128), dtype=bfloat16, float8="kv"),
+    Case("keys of 8 bits in pages", (2, 4, 5, 256), (2, 4, 2112, 256), float8="kv", page_size=16),
+    Case("keys of 8 bits of a cluster", (2, 2, 20, 64), (2, 2, 700, 64), float8="kv"),
     Case("head_dim 96", (1, 2, 129, 96), (1, 2, 129, 96), dtype=bfloat16),
     Case("head_dim 192 and 128", (1, 2, 129, 192), (1, 2, 129, 192), head_dim_v=128),
     Case("head_dim 40 and 7", (1, 2, 129, 40), (1, 2, 130, 40), head_dim_v=7),
@@ -331,7 +334,7 @@ def placed_option(xp: ModuleType, value: Any) -> Any:
 def run(xp: ModuleType, case: Case) -> None:
     """One case, by the kernels that it is about."""
     if xp is np or not (case.portable or case.arch):
-        (run_pages if case.page_size else run_calls)(xp, case)
+        (run_float8 if case.float8 else run_pages if case.page_size else run_calls)(xp, case)
         return
     from support.portable import kernels_of, portable_kernels
 
@@ -346,16 +349,28 @@ def run(xp: ModuleType, case: Case) -> None:
 
 
 def run_float8(xp: ModuleType, case: Case) -> None:
-    """Quantise q, k and v, and attend; the result must have been written."""
+    """Quantise operands and attend; the result must have been written."""
     import cuflash
 
     rng = np.random.default_rng(0)
-    arrays = (rng.standard_normal(shape).astype(case.dtype) for shape in (case.q, case.k, case.k))
-    q, k, v = (cuflash.quantize(placed(xp, array, case), rotation=1) for array in arrays)
-    scales = {"q_scale": q.scale, "k_scale": k.scale, "v_scale": v.scale}
-    ends = placed_option(xp, (np.array(case.ends),) * 2 if case.ends else ())
-    attend = cuflash.attention_varlen if case.ends else cuflash.attention
-    out = attend(q.array, k.array, v.array, *ends, **scales, **case.options)
+    shapes = {"q": case.q, "k": case.k, "v": case.k}
+    arrays = {n: rng.standard_normal(s).astype(case.dtype) for n, s in shapes.items()}
+    attend, others, scales = cuflash.attention, (), {}
+    if case.ends:
+        attend, others = cuflash.attention_varlen, (np.array(case.ends),) * 2
+    if case.page_size:
+        batch, heads, keys, d = case.k
+        pages = (batch * keys // case.page_size, heads, case.page_size, d)
+        arrays |= {name: arrays[name].reshape(pages) for name in "kv"}
+        numbers = np.arange(pages[0], dtype=np.int32).reshape(batch, -1)
+        attend, others = cuflash.attention_paged, (numbers, np.array([keys, 17]))
+        for name in case.float8:  # all pages share one factor
+            arrays[name], scales[f"{name}_scale"] = cuflash.quantize(arrays[name], per="tensor")
+    operands = {name: placed(xp, array, case) for name, array in arrays.items()}
+    for name in case.float8 if not scales else ():
+        operands[name], scales[f"{name}_scale"] = cuflash.quantize(operands[name], rotation=1)
+    given = {name: placed_option(xp, scale) for name, scale in scales.items()} | case.options
+    out = attend(*operands.values(), *placed_option(xp, others), **given)
     if not np.isfinite((out if xp is np else out.get()).astype(np.float32)).all():
         raise SystemExit(f"{case.name}: a result is not finite")
 
@@ -393,9 +408,6 @@ def run_calls(xp: ModuleType, case: Case) -> None:
     from cuflash._select import hardware
     from cuflash._select.choose import PORTABLE, choose
 
-    if case.float8:
-        run_float8(xp, case)
-        return
     rng = np.random.default_rng(0)
     batch = max(case.q[0], case.k[0])
     head_dim_v = case.head_dim_v or case.k[-1]
