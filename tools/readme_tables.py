@@ -20,9 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import float8  # noqa: E402
+from benchmarks import decode, float8  # noqa: E402
 from benchmarks.accuracy import markdown as errors  # noqa: E402
-from benchmarks.decode import markdown as few_queries, of_8_bits  # noqa: E402
 from benchmarks.everyday import markdown as by_kind  # noqa: E402
 from benchmarks.machine import short_commit  # noqa: E402
 from benchmarks.option_costs import CHANGES, PLAIN  # noqa: E402
@@ -434,8 +433,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/accuracy.md": {"accuracy": accuracy, "float8": float8_errors},
     "docs/backward-sm90.md": {"gradient": gradient},
-    "docs/float8.md": {"decode of 8 bits": lambda: of_8_bits(newest("decode")[0])},
-    "docs/flash-decoding.md": {"decode": lambda: few_queries(newest("decode")[0])},
+    "docs/float8.md": {"decode of 8 bits": lambda: decode.of_8_bits(newest("decode")[0])},
+    "docs/flash-decoding.md": {"decode": lambda: decode.markdown(newest("decode")[0])},
     "docs/mistakes.md": {"mistakes": mistakes},
 }
 
