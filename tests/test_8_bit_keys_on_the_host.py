@@ -20,6 +20,7 @@ from cuflash import reference
 from cuflash._errors import NoKernel
 from cuflash._kernels import split_keys
 from cuflash._problem.float8 import E4M3, E5M2
+from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import describe
 from cuflash._select import hardware
 from cuflash._select.choose import choose
@@ -132,6 +133,24 @@ def test_parts_of_the_keys(many_sms: HostDevice, d: int, keys: int, kind: str) -
     assert np.isnan(out).any()
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=1e-5)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("keys", [300, 6000])
+def test_packed_sequences(many_sms: HostDevice, keys: int) -> None:
+    rng = np.random.default_rng(0)
+    q = on_device(rng.standard_normal((4, 9, 64)).astype(np.float16))
+    narrow = [on_device(a.astype(E4M3)) for a in rng.standard_normal((2, 2, keys, 64))]
+    ends = {"q": [0, 1, 4, 4, 9], "k": [0, keys // 3, keys // 2, keys // 2 + 5, keys]}
+    ends = {f"cu_seqlens_{name}": on_device(np.array(e, np.int32)) for name, e in ends.items()}
+    options = cuflash.Options(enable_gqa=True, causal=True)
+    found, config = [], None
+    for k, v in (narrow, [on_device(a.astype(np.float16)) for a in narrow]):
+        problem = describe_packed(q, k, v, options, ends, axes=None, precision=None)
+        found.append(forward(problem, q, k, v, options, cu_seqlens=ends, config=config))
+        config = next(c for c in many_sms.configs if c.computes == "out")
+        assert config.split_keys == (keys > 2048)
+        config = config.replace(kv_dtype="none")
+    assert found[0] == found[1]
 
 
 #: A formula in which a product that is NaN leaves no trace.

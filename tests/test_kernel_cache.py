@@ -334,7 +334,7 @@ def changed_fields():
         "q_scale": "float32", "k_scale": "float32", "v_scale": "float32",
         "split_columns": 2, "split_keys": True, "wide_float64": True, "simt": True, "num_stages": 1,
         "paged": True, "overlaps": True, "clusters": True, "heads_in_rows": True,
-        "holds_bias": True,
+        "holds_bias": True, "kv_dtype": "float8_e4m3fn",
     }  # fmt: skip
     names = CONFIG.values()
     assert sorted(names) == sorted(other), "a new field needs a line here"
