@@ -3,7 +3,7 @@
 //   for each head of each sequence, and each `tokens_of_block` new keys:         one thread block
 //     first block: copy the rows of a shared page to the page that replaces it    one warp a row
 //     write k, rotated by its position if the cache has a rotation, and v         one warp a row
-#include "cache/rotate.cuh"
+#include "cache/page_rows.cuh"
 
 namespace cuflash {
 
@@ -12,18 +12,14 @@ constexpr int tokens_of_block = 16;
 // registers and spills.
 constexpr int blocks_per_sm = 8;
 
-// The rows of one head of one array of pages.
-struct PageRows {
-  Element* data;
-  int num_heads, page_size, width;
+CUFLASH_DEVICE void copy_row(const PageRow& to, const Element* from, int width,
+                             int64_t from_stride) {
+  for (int i = ptx::thread_index() % 32; i < width; i += 32) to.store(i, from[i * from_stride]);
+}
 
-  CUFLASH_DEVICE Element* row(int page, int head, int slot) const {
-    return data + ((static_cast<int64_t>(page) * num_heads + head) * page_size + slot) * width;
-  }
-};
-
-CUFLASH_DEVICE void copy_row(Element* to, const Element* from, int width, int64_t from_stride = 1) {
-  for (int i = ptx::thread_index() % 32; i < width; i += 32) to[i] = from[i * from_stride];
+// The scale of a head: its own, or that of all heads.
+CUFLASH_DEVICE Real scale_of(const float* scales, int head, Real scale) {
+  return scales != nullptr ? scales[head] : scale;
 }
 
 CUFLASH_DEVICE void write_tokens(const CacheWriteParams& params) {
@@ -33,17 +29,17 @@ CUFLASH_DEVICE void write_tokens(const CacheWriteParams& params) {
   const int warp = ptx::thread_index() / 32;
   const int32_t* const table = params.page_table + static_cast<int64_t>(s) * params.num_columns;
   const int start = params.starts[s], count = params.lengths[s] - start, size = params.page_size;
-  const PageRows k_rows{static_cast<Element*>(params.k_pages), params.num_heads, size,
+  const PageRows k_rows{static_cast<PageElement*>(params.k_pages), params.num_heads, size,
                         params.head_dim};
-  const PageRows v_rows{static_cast<Element*>(params.v_pages), params.num_heads, size,
+  const PageRows v_rows{static_cast<PageElement*>(params.v_pages), params.num_heads, size,
                         params.head_dim_v};
 
   const int source = params.sources[s];
   if (chunk == 0 && source >= 0) {
     const int page = table[start / size];
     for (int slot = warp; slot < start % size; slot += Config::num_warps) {
-      copy_row(k_rows.row(page, head, slot), k_rows.row(source, head, slot), params.head_dim);
-      copy_row(v_rows.row(page, head, slot), v_rows.row(source, head, slot), params.head_dim_v);
+      k_rows.copy(page, source, head, slot);
+      v_rows.copy(page, source, head, slot);
     }
   }
 
@@ -53,12 +49,15 @@ CUFLASH_DEVICE void write_tokens(const CacheWriteParams& params) {
   const Element* const v =
       static_cast<const Element*>(params.v) + s * of_v.batch.axis[0] + head * of_v.batch.axis[1];
   const Pairs pairs{params.frequencies, params.num_pairs};
+  const Real k_scale = scale_of(params.k_scales, head, params.k_scale);
+  const Real v_scale = scale_of(params.v_scales, head, params.v_scale);
   const int end = min((chunk + 1) * tokens_of_block, min(count, params.num_tokens));
   for (int i = chunk * tokens_of_block + warp; i < end; i += Config::num_warps) {
     const int key = start + i, page = table[key / size], slot = key % size;
-    rotate_row(k_rows.row(page, head, slot), 1, k + i * of_k.row, of_k.column, params.head_dim,
-               pairs, key);
-    copy_row(v_rows.row(page, head, slot), v + i * of_v.row, params.head_dim_v, of_v.column);
+    rotate_row(PageRow{k_rows.row(page, head, slot), k_scale}, k + i * of_k.row, of_k.column,
+               params.head_dim, pairs, key);
+    copy_row({v_rows.row(page, head, slot), v_scale}, v + i * of_v.row, params.head_dim_v,
+             of_v.column);
   }
 }
 

@@ -146,6 +146,7 @@ struct Defaults {
   static constexpr Dtype sums_dtype = Dtype::none;  // dtype of stored sums; none: dtype of lse
 
   static constexpr Rotation rotation = Rotation::none;
+  static constexpr Dtype pages_dtype = Dtype::none;  // of pages that round; none: dtype
   static constexpr Dtype positions = Dtype::none;
   static constexpr int page_words = 1;  // words of 32 bits, with one bit for each page of a cache
 

@@ -199,6 +199,8 @@ struct CacheWriteParams {
   const int32_t* starts;
   const int32_t* lengths;
   const int32_t* sources;
+  const float* k_scales;  // (heads,) of pages of 8 bits; null: k_scale
+  const float* v_scales;
   Layout k_layout;  // (sequences, heads, tokens, head_dim)
   Layout v_layout;
   int32_t num_heads;
@@ -208,6 +210,8 @@ struct CacheWriteParams {
   int32_t head_dim;
   int32_t head_dim_v;
   int32_t num_pairs;  // pairs of features that are rotated together
+  Real k_scale;
+  Real v_scale;
 };
 
 // cache_take.cu: each sequence of a cache takes over the state of its parent.

@@ -15,7 +15,8 @@ CUFLASH_DEVICE void rotate_rows(const RotaryParams& params) {
         read_integer<Config::positions>(params.positions, entry * layout.batch + row * layout.row);
   }
   const Layout &from = params.x_layout, &to = params.out_layout;
-  rotate_row(static_cast<Element*>(params.out) + entry * to.batch + row * to.row, to.column,
+  Element* const out = static_cast<Element*>(params.out) + entry * to.batch + row * to.row;
+  rotate_row(StridedRow{out, to.column},
              static_cast<const Element*>(params.x) + entry * from.batch + row * from.row,
              from.column, params.head_dim, {params.frequencies, params.num_pairs},
              static_cast<double>(position) * params.sign);

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ml_dtypes import float8_e4m3fn
+from ml_dtypes import bfloat16, float8_e4m3fn, float8_e5m2
 
 import cuflash
 from cuflash._kernels.cache_grow import CacheGrowConfig
+from cuflash._problem.float8 import divided
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -81,8 +82,9 @@ class Twin:
 def check_equal(found: Any, expected: Any, tolerance: float) -> None:
     if tolerance:
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
-    else:
-        np.testing.assert_array_equal(found, expected)
+    else:  # NumPy finds no NaN among floats of 8 bits
+        numbers = (np.asarray(array).astype(np.float64) for array in (found, expected))
+        np.testing.assert_array_equal(*numbers)
 
 
 def tokens(rng: np.random.Generator, sequences: int, steps: int, dtype: Any = np.float32) -> Any:
@@ -192,6 +194,53 @@ def test_keys_are_turned_as_they_are_written(rotation: str, dtype: Any) -> None:
     tolerance = 1e-14 if dtype == np.float64 else 0  # two libraries compute the sines
     check_equal(np.stack(found, axis=1), expected[0], tolerance)
     twin.check(tolerance)
+
+
+#: Ties, limits and numbers that no 8-bit float is near.
+EDGES = [
+    0,
+    -0.0,
+    2**-10,
+    3 * 2**-10,
+    -(2**-30),
+    17,
+    18,
+    19,
+    449,
+    464,
+    480,
+    -1e30,
+    5e4,
+    61440,
+    1e-30,
+]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("rotation", ["none", "halves"])
+@pytest.mark.parametrize("pages", [float8_e4m3fn, float8_e5m2])
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16, np.float32])
+def test_pages_of_8_bits_round_what_is_appended(dtype: Any, pages: Any, rotation: str) -> None:
+    """They have the bits of rotated and quantised arrays, also where a shared page is copied."""
+    twin, scales = Twin(2, 20, pages), (np.float32([0.5, 3]), 2.0**-3)
+    with np.errstate(over="ignore"):
+        k, v = tokens(np.random.default_rng(0), 2, 7, dtype)
+        k[0, 0, 0, : len(EDGES)] = np.array(EDGES).astype(dtype)
+        k[1, 1, 2, 3], v[1, 0, 5, :2] = np.nan, np.inf
+    turned = {"rotation": rotation, "num_pairs": D // 2 if rotation == "halves" else 0}
+    shape = {"k_scale": scales[0][:, None, None], "v_scale": scales[1]}
+    for part in (slice(0, 3), slice(3, 7)):
+        new = k[:, :, part], v[:, :, part]
+        twin.append(*new, scales=(on_device(scales[0]), scales[1]), **turned)
+        twin.cache.append(*new, rotary=rotation == "halves", **shape)
+        twin.check()
+        for take in (twin.cache.take, twin.take):
+            take([0, 0] if part.start == 0 else [1, 0])
+    twin.check()
+    wide = cuflash.rotary(k, np.arange(7)) if rotation == "halves" else k
+    expected = divided(wide[0, :, :3], scales[0][:, None, None], np.dtype(pages))
+    found = np.stack([twin.k[twin.table[0, 0]][:, n] for n in range(3)], axis=1)
+    check_equal(found, expected, 0.0)
 
 
 @pytest.mark.usefixtures("device")

@@ -54,6 +54,11 @@ def configs_of(arch: str, generation: int) -> list[KernelConfig]:
         ("float16", "bfloat16", "float32", "float64"), ("halves", "neighbours")
     ):
         found.append(CacheWriteConfig(dtype=dtype, rotation=rotation))
+        if dtype != "float64":
+            found += [
+                CacheWriteConfig(dtype=dtype, rotation=rotation, pages_dtype=pages)
+                for pages in ("float8_e4m3fn", "float8_e5m2")
+            ]
         found.append(RotaryConfig(dtype=dtype, rotation=rotation, positions="int32"))
     tables = [row for arithmetic in ARITHMETICS for row in rows(arithmetic)]
     capability = capability_of(arch)

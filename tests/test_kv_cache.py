@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -407,8 +408,47 @@ def test_a_cache_of_8_bits_has_half_the_bytes(dtype: Any) -> None:
     found = cuflash.attention_paged(q, *caches[0].arrays, causal=True, **scales)
     expected = cuflash.attention_paged(q, *caches[1].arrays, causal=True)
     assert (found.dtype, found.tobytes()) == (expected.dtype, expected.tobytes())
-    with pytest.raises(ValueError, match=r"rotary: got True, .* call rotary\(\.\.\.\) on"):
+    with pytest.raises(ValueError, match=r"rotary: got True, .* append wider keys"):
         caches[0].append(*new, rotary=True)
+
+
+@pytest.mark.parametrize("dtype", [float8_e4m3fn, float8_e5m2])
+@pytest.mark.parametrize("wider", [np.float16, bfloat16, np.float32])
+def test_a_cache_of_8_bits_quantises_what_is_appended(dtype: Any, wider: Any) -> None:
+    """Appending in any groups gives the bits of rotated, divided and rounded arrays."""
+    rng, scales = np.random.default_rng(4), (np.float32([[[0.5]], [[3.0]]]), 0.25)
+    k, v = (a.astype(wider) for a in tokens(rng, 9))
+    caches = [
+        cuflash.KVCache(SEQUENCES, HEADS, D, max_length=9, head_dim_v=D_V, dtype=dtype)
+        for _ in range(2)
+    ]
+    turned = cuflash.rotary(k, np.arange(9))
+    parts = (np.asarray(a, np.float32) / s for a, s in zip((turned, v), scales, strict=True))
+    caches[0].append(*(part.astype(dtype) for part in parts))
+    for part in (slice(0, 4), slice(4, 9)):
+        new = k[:, :, part], v[:, :, part]
+        caches[1].append(*new, k_scale=scales[0], v_scale=scales[1], rotary=True)
+    for old, now in zip(*(cache.arrays for cache in caches), strict=True):
+        assert old.tobytes() == now.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "words"),
+    [
+        (float8_e4m3fn, {"v": "float16"}, "v: got dtype float16, expected dtype float32 as in k"),
+        (float8_e4m3fn, {"k": "float64"}, "k: got dtype float64, expected dtype float8_e4m3fn or"),
+        (float8_e4m3fn, {"k_scale": 0.0}, "k_scale: got 0.0, expected"),
+        (float8_e4m3fn, {"v_scale": np.ones((3, 1, 1))}, "broadcasts to (2, 1, 1)"),
+        (np.float32, {"k_scale": 2.0}, "k_scale: got a scale for float32 elements and a cache of"),
+    ],
+)
+def test_wrong_scales_of_a_cache(dtype: Any, given: dict[str, Any], words: str) -> None:
+    cache = cuflash.KVCache(SEQUENCES, HEADS, D, max_length=9, head_dim_v=D_V, dtype=dtype)
+    k, v = tokens(np.random.default_rng(4), 1)
+    arrays = [a.astype(given.pop(n, np.float32)) for n, a in (("k", k), ("v", v))]
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        cache.append(*arrays, **given)
+    assert not cache.lengths.any()
 
 
 def test_gradients_of_pages_are_refused_by_name() -> None:

@@ -29,11 +29,17 @@ from cuflash._problem.checks import (
     integer_array,
     integer_value,
     is_integer,
+    positive,
+    require_float,
 )
 from cuflash._problem.float8 import FLOAT8
 from cuflash._problem.foreign_keywords import explain_unknown_keywords
+from cuflash._problem.operand import broadcastable
+from cuflash._problem.problem import HALVES
 
 _MOST_NUMBERS = 2**31 - 1  # page numbers are int32
+#: Dtypes of elements that a cache of 8 bits rounds.
+ROUNDED = (*HALVES, np.dtype(np.float32))
 
 
 class KVCache:
@@ -188,6 +194,8 @@ class KVCache:
         v: Array,
         counts: Any = None,
         *,
+        k_scale: Any = None,
+        v_scale: Any = None,
         rotary: bool = False,
         frequencies: Array | None = None,
         interleaved: bool = False,
@@ -197,12 +205,16 @@ class KVCache:
         Parameters
         ----------
         k : array, (sequences, heads, t, head_dim)
-            Keys, in the dtype of the cache.
+            Keys, in the dtype of the cache. A cache of 8-bit floats takes float16, bfloat16 and
+            float32, too.
         v : array, (sequences, heads, t, head_dim_v)
-            Values, in the dtype of the cache.
+            Values, in the dtype of k.
         counts : integer array (sequences,), optional
             Sequence ``s`` takes the first ``counts[s]`` of its ``t`` keys. Default: all. On a GPU
             the host does not read the counts: they are clamped to the range from 0 to t.
+        k_scale, v_scale : float or array broadcastable to (heads, 1, 1), optional
+            Only for a cache of 8-bit floats and wider k and v: elements are divided by these scales
+            and rounded as by :func:`quantize`. :func:`attention_paged` takes the same. Default: 1.
         rotary : bool
             Turn each key by its position in its sequence, as :func:`rotary` does.
         frequencies, interleaved
@@ -231,10 +243,11 @@ class KVCache:
         array([8, 4], dtype=int32)
         """
         k, v, counts = self._checked(k, v, counts)
+        scales = self._scales(k, k_scale), self._scales(k, v_scale, "v_scale")
         pairs = NO_ROTARY_PAIRS
         if flag("rotary", rotary):
             if k.dtype in FLOAT8:
-                fix = "call rotary(...) on the keys before you quantize them"
+                fix = "append wider keys with k_scale=, which are turned before they are rounded"
                 raise wrong_value("rotary", "True", f"False for keys of {k.dtype}", fix)
             pairs = RotaryPairs.of("k", k, frequencies, interleaved)
         elif frequencies is not None or flag("interleaved", interleaved):
@@ -250,6 +263,7 @@ class KVCache:
             steps.write(
                 k, v, self.k_pages, self.v_pages, pairs.frequencies, self.page_table, self._starts,
                 self.lengths, self._sources, rotation=pairs.rotation, num_pairs=pairs.num_pairs,
+                scales=scales,
             )  # fmt: skip
 
     @explain_unknown_keywords
@@ -345,8 +359,13 @@ class KVCache:
         given = {"k": native("k", k), "v": native("v", v)}
         xp = same_module(lengths=self.lengths, **given)
         for (name, array), pages in zip(given.items(), self.arrays, strict=False):
-            if array.dtype != pages.dtype:
-                raise wrong_type(name, f"dtype {array.dtype}", f"dtype {pages.dtype} of the cache")
+            dtypes = (pages.dtype, *(ROUNDED if pages.dtype in FLOAT8 else ()))
+            if array.dtype not in dtypes:
+                expected = f"dtype {' or '.join(map(str, dtypes))} as the cache takes"
+                raise wrong_type(name, f"dtype {array.dtype}", expected)
+            if array.dtype != given["k"].dtype:
+                expected = f"dtype {given['k'].dtype} as in k"
+                raise wrong_type(name, f"dtype {array.dtype}", expected)
             if array.ndim != 4 or array.shape != (len(self.lengths), *pages.shape[1:2],
                                                   given["k"].shape[2], pages.shape[3]):  # fmt: skip
                 expected = f"({len(self.lengths)}, {pages.shape[1]}, t, {pages.shape[3]})"
@@ -362,6 +381,26 @@ class KVCache:
             got = f"numbers from {counts.min()} to {counts.max()}"
             raise wrong_value("counts", got, f"numbers from 0 to {steps}, the number of keys in k")
         return given["k"], given["v"], counts
+
+    def _scales(self, k: Array, scale: Any, name: str = "k_scale") -> Any:
+        """A number, or a contiguous float32 array (heads,)."""
+        if scale is None:
+            return 1.0
+        if k.dtype in FLOAT8 or self.k_pages.dtype not in FLOAT8:
+            got = f"a scale for {k.dtype} elements and a cache of {self.k_pages.dtype}"
+            raise wrong_type(name, got, "None: only a cache of 8 bits divides wider elements")
+        if not hasattr(scale, "shape"):
+            return positive(name, scale)
+        scale, heads = native(name, scale), self.k_pages.shape[1]
+        same_module(lengths=self.lengths, **{name: scale})
+        require_float(name, scale)
+        if not broadcastable(scale.shape, (heads, 1, 1)):
+            expected = f"a shape that broadcasts to {(heads, 1, 1)}"
+            raise wrong_value(name, f"shape {scale.shape}", expected)
+        of_heads = array_module(scale).broadcast_to(scale, (heads, 1, 1))[:, 0, 0]
+        if is_cupy(scale):
+            return contiguous(name, of_heads, np.float32)
+        return of_heads.astype(np.float32)
 
 
 def _in_one_block(array: Array, pages: Array) -> bool:

@@ -16,11 +16,10 @@ from cuflash._arrays import (
     native,
     on_own_device,
     refuse_captured,
-    rounded,
 )
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem import checks
-from cuflash._problem.float8 import FLOAT8, LARGEST, factor_of_rows
+from cuflash._problem.float8 import FLOAT8, LARGEST, divided, factor_of_rows
 from cuflash._problem.foreign_keywords import explain_unknown_keywords
 from cuflash._problem.operand import core_axes
 from cuflash._results import ArrayT
@@ -212,10 +211,7 @@ def _divided(matrices: Array, factor: Array, dtype: np.dtype[Any]) -> Array:
         from cuflash._launch import float8
 
         return float8.quantized(matrices, factor, dtype)
-    wide = matrices.astype(np.float64 if matrices.dtype == np.float64 else np.float32)
-    scaled = wide / factor.astype(wide.dtype)
-    clipped = np.clip(scaled, -LARGEST[dtype], LARGEST[dtype])
-    return rounded(np.where(np.isfinite(scaled), clipped, np.nan).astype(wide.dtype), dtype)
+    return divided(matrices, factor, dtype)
 
 
 def _signs(seed: int, d: int) -> Array:

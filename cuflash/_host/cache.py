@@ -12,6 +12,7 @@ import numpy as np
 from cuflash._arrays import write_rounded
 from cuflash._errors import wrong_value
 from cuflash._host.scores import arithmetic
+from cuflash._problem.float8 import divided
 
 Array = np.ndarray
 
@@ -85,8 +86,12 @@ def write(
     *,
     rotation: str,
     num_pairs: int,
+    scales: tuple[Any, Any] = (1.0, 1.0),
 ) -> None:
-    """Write new keys and values into the pages of their sequences, after :func:`grow`."""
+    """Write new keys and values into the pages of their sequences, after :func:`grow`.
+
+    Pages of 8 bits take elements divided by ``scales``, of k and v: a number, or an array (heads,).
+    """
     size = k_pages.shape[2]
     copied = np.flatnonzero(sources >= 0)
     replaced = page_table[copied, starts[copied] // size]
@@ -98,9 +103,13 @@ def write(
         positions = starts[:, None, None] + np.arange(k.shape[2])
         turn(k, turned, positions, frequencies, num_pairs, rotation, inverse=False)
         k = turned
-    for pages, new in ((k_pages, k), (v_pages, v)):
+    for pages, new, scale in zip((k_pages, v_pages), (k, v), scales, strict=True):
         pages[replaced] = pages[sources[copied]]
-        pages[page, :, slot] = new[s, :, i]
+        added = new[s, :, i]
+        if added.dtype != pages.dtype:
+            factors = np.broadcast_to(np.asarray(scale, np.float32), pages.shape[1])
+            added = divided(added, factors[:, None], pages.dtype)
+        pages[page, :, slot] = added
 
 
 def take(

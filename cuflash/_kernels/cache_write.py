@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cuflash._kernels.config import Dtype, KernelConfig
+from cuflash._kernels.config import Dtype, Float8, KernelConfig
 from cuflash._kernels.rotary import Rotation
 
 #: New keys that a thread block writes: ``tokens_of_block`` of the kernel.
@@ -14,6 +14,7 @@ TOKENS = 16
 class Own(NamedTuple):
     dtype: Dtype
     rotation: Rotation  # how keys are rotated
+    pages_dtype: Float8 = "none"  # of pages whose elements are rounded; "none": dtype
     num_warps: int = 4  # each warp writes one row at a time
 
 

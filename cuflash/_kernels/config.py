@@ -17,6 +17,7 @@ from cuflash._kernels.score_config import ScoreConfig
 
 #: Element type of an operand or a result.
 Dtype = Literal["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"]
+Float8 = Literal["none", "float8_e4m3fn", "float8_e5m2"]
 #: Precision of float32 products: full, or that of a single TF32 product.
 Precision = Literal["ieee", "tf32"]
 

@@ -113,7 +113,7 @@ CACHE_GROW = _struct(
 CACHE_WRITE = _struct(
     *_numbers(
         "k", "v", "k_pages", "v_pages", "frequencies", "page_table", "starts", "lengths",
-        "sources", of=_POINTER,
+        "sources", "k_scales", "v_scales", of=_POINTER,
     ),
     ("k_layout", LAYOUT),
     ("v_layout", LAYOUT),
@@ -121,6 +121,7 @@ CACHE_WRITE = _struct(
         "num_heads", "num_columns", "page_size", "num_tokens", "head_dim", "head_dim_v",
         "num_pairs",
     ),
+    *_numbers("k_scale", "v_scale", of=np.float32),
 )  # fmt: skip
 CACHE_TAKE = _struct(
     *_numbers(

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from cuflash._errors import not_yet
-from cuflash._kernels.config import HEAD_DIMS, RESERVED_SMEM, KernelConfig, Precision
+from cuflash._kernels.config import HEAD_DIMS, RESERVED_SMEM, Float8, KernelConfig, Precision
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import (
     Floats,
@@ -29,7 +29,6 @@ from cuflash._kernels.score_config import (
 from cuflash._kernels.tables import Row, tile_of
 from cuflash._problem.problem import HALVES, Problem
 
-Float8 = Literal["none", "float8_e4m3fn", "float8_e5m2"]
 AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 #: Fields of a portable kernel that its table sets.
 TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")

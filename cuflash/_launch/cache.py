@@ -69,8 +69,12 @@ def write(
     *,
     rotation: Rotation,
     num_pairs: int,
+    scales: tuple[Any, Any] = (1.0, 1.0),
 ) -> None:
-    """Write new keys and values into the pages of their sequences, after :func:`grow`."""
+    """Write new keys and values into the pages of their sequences, after :func:`grow`.
+
+    Pages of 8 bits take elements divided by ``scales``, of k and v: a number, or an array (heads,).
+    """
     layouts = {
         name: Layout(a.dtype.itemsize, a.strides[:2], *a.strides[2:])
         for name, a in (("k", k), ("v", v))
@@ -83,9 +87,17 @@ def write(
         "num_pairs": num_pairs,
     }  # fmt: skip
     numbers |= {f"{name}_layout": _filled(layout, layout.batch) for name, layout in layouts.items()}
-    arrays = (k, v, k_pages, v_pages, frequencies, page_table, starts, lengths, sources)
+    arrays: list[Any] = [k, v, k_pages, v_pages, frequencies, page_table, starts, lengths, sources]
+    for name, scale in zip("kv", scales, strict=True):
+        of_heads = hasattr(scale, "shape")
+        arrays.append(scale if of_heads else None)
+        numbers |= {} if of_heads else {f"{name}_scale": scale}
     blocks = sequences * heads * -(-tokens // TOKENS)
-    _run(CacheWriteConfig(dtype=k.dtype.name, rotation=rotation), blocks, arrays, numbers)
+    config = CacheWriteConfig(
+        dtype=k.dtype.name, rotation=rotation,
+        pages_dtype="none" if k.dtype == k_pages.dtype else k_pages.dtype.name,
+    )  # fmt: skip
+    _run(config, blocks, tuple(arrays), numbers)
 
 
 def take(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16, float8_e4m3fn, float8_e5m2
 
-from cuflash._arrays import Array, array_module
+from cuflash._arrays import Array, array_module, rounded
 from cuflash._errors import wrong_type, wrong_value
 from cuflash._problem.operand import broadcastable
 
@@ -48,6 +48,16 @@ def factor_of_rows(scale: Any, length: int) -> Any:
     blocks = scale.shape[-2]
     rows = rows_of_blocks(length, blocks)
     return array_module(scale).repeat(scale, rows, axis=-2)[..., :length, :]
+
+
+@np.errstate(all="ignore")
+def divided(array: Array, factor: Array, dtype: np.dtype[Any]) -> Array:
+    """Elements divided by factors, rounded to nearest even and saturated; NaN unless finite."""
+    wide = array.astype(np.float64 if array.dtype == np.float64 else np.float32)
+    scaled = wide / factor.astype(wide.dtype)
+    clipped = np.clip(scaled, -LARGEST[dtype], LARGEST[dtype])
+    known = np.where(np.isfinite(scaled), clipped, np.nan).astype(wide.dtype)
+    return np.asarray(rounded(known, dtype))
 
 
 def result_dtype(dtypes: list[np.dtype[Any]], out: np.dtype[Any] | None) -> np.dtype[Any]:

@@ -30,11 +30,19 @@ CUFLASH_DEVICE Element to_element(Real x) {
   }
 }
 
+// A row of an array with the elements of the kernel.
+struct StridedRow {
+  Element* data;
+  int64_t stride;
+
+  CUFLASH_DEVICE void store(int column, Element x) const { data[column * stride] = x; }
+};
+
 // Copies a row of `width` features from one array to another and rotates it. Called by one warp.
 // Angles are float64, so that large positions lose no digits.
-CUFLASH_DEVICE void rotate_row(Element* to, int64_t to_stride, const Element* from,
-                               int64_t from_stride, int width, const Pairs& pairs,
-                               double position) {
+template <typename Row>
+CUFLASH_DEVICE void rotate_row(const Row& to, const Element* from, int64_t from_stride, int width,
+                               const Pairs& pairs, double position) {
   const int lane = ptx::thread_index() % 32;
   int num_rotated = 0;
   if constexpr (Config::rotation != Rotation::none) {
@@ -45,11 +53,11 @@ CUFLASH_DEVICE void rotate_row(Element* to, int64_t to_stride, const Element* fr
       const int first = pairs.first(pair), second = pairs.second(pair);
       const Real a = to_real<Config::dtype>(from[first * from_stride]);
       const Real b = to_real<Config::dtype>(from[second * from_stride]);
-      to[first * to_stride] = to_element(a * cosine - b * sine);
-      to[second * to_stride] = to_element(a * sine + b * cosine);
+      to.store(first, to_element(a * cosine - b * sine));
+      to.store(second, to_element(a * sine + b * cosine));
     }
   }
-  for (int i = num_rotated + lane; i < width; i += 32) to[i * to_stride] = from[i * from_stride];
+  for (int i = num_rotated + lane; i < width; i += 32) to.store(i, from[i * from_stride]);
 }
 
 }  // namespace cuflash
