@@ -19,6 +19,7 @@ CUFLASH_DEVICE void copy_row(const PageRow& to, const Element* from, int width,
 
 // The scale of a head: its own, or that of all heads.
 CUFLASH_DEVICE Real scale_of(const float* scales, int head, Real scale) {
+  if constexpr (!rounds_to_8_bits) return 1;
   return scales != nullptr ? scales[head] : scale;
 }
 

@@ -135,12 +135,17 @@ def test_parts_of_the_keys(many_sms: HostDevice, d: int, keys: int, kind: str) -
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("keys", [300, 6000])
-def test_packed_sequences(many_sms: HostDevice, keys: int) -> None:
+@pytest.mark.parametrize(("keys", "one"), [(300, 1), (6000, 1), (300, 9)])
+def test_packed_sequences(many_sms: HostDevice, keys: int, one: int) -> None:
+    """Sequences with few rows on average, of which the first has ``one``."""
     rng = np.random.default_rng(0)
-    q = on_device(rng.standard_normal((4, 9, 64)).astype(np.float16))
+    ends = {"q": [0, one, one + 3, one + 3, one + 8], "k": [0, keys // 3, keys // 2, keys // 2 + 5]}
+    if one > 1:  # more rows together than a tile has
+        ends["q"] += [ends["q"][-1] + 40]
+        ends["k"] += [keys - 7]
+    ends["k"] += [keys]
+    q = on_device(rng.standard_normal((4, ends["q"][-1], 64)).astype(np.float16))
     narrow = [on_device(a.astype(E4M3)) for a in rng.standard_normal((2, 2, keys, 64))]
-    ends = {"q": [0, 1, 4, 4, 9], "k": [0, keys // 3, keys // 2, keys // 2 + 5, keys]}
     ends = {f"cu_seqlens_{name}": on_device(np.array(e, np.int32)) for name, e in ends.items()}
     options = cuflash.Options(enable_gqa=True, causal=True)
     found, config = [], None
@@ -148,7 +153,7 @@ def test_packed_sequences(many_sms: HostDevice, keys: int) -> None:
         problem = describe_packed(q, k, v, options, ends, axes=None, precision=None)
         found.append(forward(problem, q, k, v, options, cu_seqlens=ends, config=config))
         config = next(c for c in many_sms.configs if c.computes == "out")
-        assert config.split_keys == (keys > 2048)
+        assert (config.split_keys, config.block_m) == (keys > 2048, 16)
         config = config.replace(kv_dtype="none")
     assert found[0] == found[1]
 

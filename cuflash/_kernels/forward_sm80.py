@@ -128,7 +128,7 @@ class ForwardConfig(KernelConfig):
         widest = portable.padded(max(problem.head_dim, problem.head_dim_v))
         if request.simt or request.capability < _FIRST_WITH_FLOAT8:
             return "the device has no instruction that converts 8-bit floats"
-        if problem.seqlen_q > portable.ROWS_OF_TWO_WARPS:
+        if portable.mean_rows(problem) > portable.ROWS_OF_TWO_WARPS:
             return "for many rows keys of 16 bits are faster"
         if widest not in split_keys.WIDTHS_OF_FEW_ROWS:
             return "keys of 8 bits are read 32 columns at once"

@@ -178,7 +178,7 @@ def candidates(
         and (in_pages or own.get("split_keys", False)),
         "pages": in_pages,
         "8-bit keys": problem.has_8_bit_keys,
-        "16 rows": problem.seqlen_q <= ROWS_OF_ONE_WARP,
+        "16 rows": mean_rows(problem) <= ROWS_OF_ONE_WARP,
         "short": request.capability == 90 and is_short(problem),
         "32 rows": problem.seqlen_q <= ROWS_OF_TWO_WARPS,
         "held bias": own.get("holds_bias", False),
@@ -201,6 +201,12 @@ def _two_read_faster(problem: Problem, num_sms: int) -> bool:
     return tiles <= places and (
         used >= LEAST_SHARE_IN_USE * places or problem.seqlen_k < _MANY_KEYS
     )
+
+
+def mean_rows(problem: Problem) -> int:
+    """Query rows of an entry, or of an average sequence, rounded up."""
+    packed = problem.cu_seqlens_q
+    return -(-problem.seqlen_q // (1 if packed is None else max(packed.shape[0] - 1, 1)))
 
 
 def num_tiles(problem: Problem, block: int, *, of_keys: bool = False) -> int:

@@ -164,8 +164,7 @@ def suits(kernel: type[KernelConfig], request: Request) -> bool:
 
 def few(problem: Problem) -> bool:
     """Whether a tile of few rows holds all queries of an entry, or of an average sequence."""
-    packed = problem.cu_seqlens_q
-    return bool(problem.seqlen_q <= FEW_ROWS * (1 if packed is None else packed.shape[0] - 1))
+    return portable.mean_rows(problem) <= FEW_ROWS
 
 
 def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
