@@ -135,6 +135,23 @@ def test_parts_of_the_keys(many_sms: HostDevice, d: int, keys: int, kind: str) -
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=2e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("d", [(64, 16), (16, 64), (30, 128), (200, 20), (1, 250), (128, 96)])
+def test_different_head_sizes(many_sms: HostDevice, d: tuple[int, int]) -> None:
+    """Both sizes have whole reads of 32 columns, or keys are dequantised first."""
+    rng = np.random.default_rng(0)
+    q = on_device(rng.standard_normal((2, 2, 3, d[0])).astype(np.float16))
+    k, v = (on_device(rng.standard_normal((2, 2, 300, n)).astype(E4M3)) for n in d)
+    problem, found, options = describe(q, k, v, cuflash.Options()), [], cuflash.Options()
+    if min(d) <= 16:
+        with pytest.raises(NoKernel):
+            choose(problem, hardware.of_device(0))
+        return
+    for keys in ((k, v), [on_device(a.astype(np.float16)) for a in (k, v)]):
+        config = many_sms.configs[-1].replace(kv_dtype="none") if found else None
+        found.append(forward(describe(q, *keys, options), q, *keys, options, config=config))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("keys", "one"), [(300, 1), (6000, 1), (300, 9)])
 def test_packed_sequences(many_sms: HostDevice, keys: int, one: int) -> None:
     """Sequences with few rows on average, of which the first has ``one``."""
@@ -195,6 +212,18 @@ def test_range_of_bfloat16(many_sms: HostDevice, keys: int, form: str) -> None:
     assert_attention_close(out, q, k, v, options=options)
     assert np.isnan(out[1, 5, 0]).all() == (form != "score_mod")
     assert not np.isnan(out[0]).any()
+
+
+def test_small_scales_of_values(device: HostDevice) -> None:
+    q, k, v = aligned(bfloat16, 300)
+    expected = None
+    for scale in (1.0, 2.0**-110):
+        options = cuflash.Options(enable_gqa=True, v_scale=np.full((2, 2), scale, np.float32))
+        options_on_device(options)
+        found = forward(describe(q, k, v, options), q, k, v, options)[0]
+        values = np.frombuffer(found, bfloat16).astype(np.float64) / scale
+        expected = values if expected is None else expected
+        np.testing.assert_array_equal(values, expected)
 
 
 def test_every_number(device: HostDevice) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash import Options, reference
 from cuflash._api import float8
+from cuflash._api.arguments import Keywords
 from cuflash._problem.float8 import E4M3, E5M2, RESULTS, factor_of_rows, rows_of_blocks
 from cuflash.testing import assert_attention_close
 from support import covering
@@ -424,6 +425,54 @@ def test_gradients_on_a_gpu(cupy: Any, out: Any) -> None:
     assert {g.dtype for g in grads} == {np.dtype(out)}
     assert_attention_close(
         (on_host(results[0]), results[1].get()), *there, dout=on_gpu(cupy, dout),
+        gradients=cuflash.Gradients(*(on_host(g) for g in grads)), **own,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "exact"),
+    [
+        (np.float16, None, True), (np.float16, 0.5, True), (np.float16, 0.3, False),
+        (np.float16, 2.0**-16, False), (np.float16, 2.0**8, False), (BF16, 2.0**-16, True),
+        (BF16, np.ones((3, 1, 1), np.float32), False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("in_pages", [False, True])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_gradient_has_the_lse_of_the_numbers_that_it_reads(
+    monkeypatch: pytest.MonkeyPatch, dtype: Any, scale: Any, exact: bool, return_lse: bool,
+    in_pages: bool,
+) -> None:  # fmt: skip
+    """Kernels that scale scores run before a gradient only if dequantising rounds nothing."""
+    monkeypatch.setattr(float8, "is_cupy", lambda _: True)
+    monkeypatch.setattr(float8, "dequantized", lambda *_, **__: ("dequantised",) * 4)
+    monkeypatch.setattr(float8, "_of_entries", lambda options, *_: options)
+    q, k = np.zeros((2, 3, 1, 64), dtype), of_8_bits((2, 3, 9, 64), 0)
+    options = cuflash.Options(k_scale=scale)
+    for for_gradient in (False, True):
+        given = Keywords(None, None, True, return_lse or for_gradient, None, None, None)
+        arrays = float8.forward(
+            lambda *arrays: arrays, q, k, k, options, given, in_pages=in_pages,
+            for_gradient=for_gradient,
+        )  # fmt: skip
+        needs_lse = for_gradient or (return_lse and not in_pages)
+        assert (arrays[1] is k) == (exact or not needs_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float16, BF16, E4M3], ids=str)
+def test_gradients_of_any_scale_on_a_gpu(cupy: Any, dtype: Any) -> None:
+    """Scores near 170 by a scale that is no power of two: weights are not off by whole parts."""
+    q, k = np.full((1, 2, 1, 64), 2.0).astype(dtype), np.full((1, 2, 40, 64), 4.5).astype(E4M3)
+    v, dout = of_8_bits((1, 2, 40, 64), 2), np.ones((1, 2, 1, 64), BF16)
+    own = {"k_scale": np.float32([[[0.3]], [[0.7]]]), "scale": 1.0}
+    there = [on_gpu(cupy, a) for a in (q, k, v)]
+    moved = {n: on_gpu(cupy, value) for n, value in own.items()}
+    out, pullback = cuflash.attention_vjp(*there, **moved)
+    dout = dout.astype(on_host(out).dtype)
+    grads = pullback(on_gpu(cupy, dout))
+    assert_attention_close(
+        on_host(out), *there, dout=on_gpu(cupy, dout),
         gradients=cuflash.Gradients(*(on_host(g) for g in grads)), **own,
     )  # fmt: skip
 

@@ -158,7 +158,7 @@ def _of_any_dtype(q: Array, k: Array, v: Array, *call: Any, **how: Any) -> Any:
     """``_attention``, also of 8-bit arrays."""
     with on_device_of(q):
         if float8.among(call[0], q, k, v):
-            return float8.forward(_attention, q, k, v, *call)
+            return float8.forward(_attention, q, k, v, *call, for_gradient="memory" in how)
         return _attention(q, k, v, *call, **how)
 
 
@@ -240,7 +240,8 @@ def attention_backward(
     out : array, batch + (m, d_v)
         Result of :func:`attention`.
     lse : array, batch + (m,)
-        The lse that :func:`attention` returned with ``out``.
+        The lse that :func:`attention` returned with ``out``. If q, k and v are float8_e4m3fn, their
+        scales have to be powers of two; for others use :func:`attention_vjp`.
     dlse : array, batch + (m,), optional
         Cotangent of ``lse``.
     wrt : tuple of {"q", "k", "v", "bias", "alibi_slopes", "sink", "scale"}

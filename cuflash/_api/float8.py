@@ -25,6 +25,8 @@ from cuflash._host.scores import arithmetic
 from cuflash._problem.float8 import (
     E4M3,
     FLOAT8,
+    LARGEST,
+    SMALLEST,
     checked_scale,
     factor_of_rows,
     result_dtype,
@@ -61,11 +63,13 @@ def forward(
     keywords: Keywords,
     *,
     in_pages: bool = False,
+    for_gradient: bool = False,
 ) -> Any:
     """Compute a forward by a kernel that reads 8-bit arrays, else on dequantised arrays.
 
     ``compute`` takes q, k, v, options and keywords. Scales in its options have one factor for each
-    batch entry and head.
+    batch entry and head. A gradient dequantises, and needs the lse of the numbers that it reads:
+    that of 8-bit arrays only if dequantising rounds nothing.
     """
     names = ("q", "k_pages", "v_pages") if in_pages else QKV
     axes, out, config = keywords.axes, keywords.out, keywords.config
@@ -77,11 +81,13 @@ def forward(
     by_page = in_pages and any(
         getattr(s, "ndim", 0) == k.ndim and s.shape[0] != 1 for s in scales[1:]
     )
-    if is_cupy(q) and whole and not by_page:
+    exact = all(_rounds_nothing(a, s, dtype) for a, s in zip(arrays[:2], scales, strict=False))
+    if is_cupy(q) and whole and not by_page and (exact or not for_gradient):
         if all(a.dtype == E4M3 for a in arrays) and getattr(config, "float8", True):
             with suppress(NoKernel):
                 return compute(q, k, v, _of_entries(options, scales, q, axes), keywords)
         of_keys = config is None or getattr(config, "kv_dtype", "none") == k.dtype.name
+        of_keys = of_keys and (exact or in_pages or not keywords.return_lse)
         if k.dtype == v.dtype and k.dtype in FLOAT8 and dtype in HALVES and of_keys:
             if q.dtype in FLOAT8:
                 q = times(names[0], q, options.q_scale, checked_axes(axes)[0], dtype)
@@ -90,6 +96,18 @@ def forward(
                 return compute(q, k, v, _of_entries(options, scales, q, axes), keywords)
     plain = dequantized(q, k, v, options, axes=axes, out_dtype=out_dtype, names=names)
     return compute(*plain, keywords)
+
+
+def _rounds_nothing(array: Array, scale: Any, dtype: np.dtype[Any]) -> bool:
+    """Whether every element times a scale that the host knows is a number of ``dtype``."""
+    if array.dtype not in FLOAT8:
+        return True
+    factor = 1.0 if scale is None else scale
+    if not isinstance(factor, int | float | np.generic) or np.frexp(factor)[0] != 0.5:
+        return False
+    extremes = np.array([SMALLEST[array.dtype], LARGEST[array.dtype]]) * factor
+    with np.errstate(over="ignore"):
+        return bool((rounded(extremes, dtype) == extremes).all())
 
 
 def dequantized(
@@ -127,7 +145,7 @@ def without_memory(q: Array, k: Array, v: Array, options: Options, axes: Any) ->
     q, k, v = found
     plain = Plain(q, k, v, _without_scales(options))
     converting = plain._replace(k=arrays[1], v=arrays[2])
-    return [plain, converting] if has_8_bit_keys(*converting[:3]) else [plain]
+    return [plain, converting] if is_cupy(q) and has_8_bit_keys(*converting[:3]) else [plain]
 
 
 def without_values(

@@ -13,6 +13,7 @@ from cuflash._kernels.tables import Row
 _PLACES_BYTES = 16  # offsets of the k row and the v row of a key in pages
 _ADDRESS_BYTES = 8  # an address of the page table, or an mbarrier
 _FIRST_WITH_FLOAT8 = 89  # compute capability
+_COLUMNS_OF_8_BITS = 32  # that one read of keys covers
 _ALIGNMENT = 128  # alignment in bytes of structs in shared memory
 #: A tile: block_m, block_n, num_warps, blocks_per_sm, num_stages. float32 has one stage of k and v:
 #: two would leave no room for the low parts of 3xTF32. The one stage of float64 with options was
@@ -125,13 +126,13 @@ class ForwardConfig(KernelConfig):
         problem = request.problem
         if not problem.has_8_bit_keys:
             return ""
-        widest = portable.padded(max(problem.head_dim, problem.head_dim_v))
+        sizes = [portable.padded(d) for d in (problem.head_dim, problem.head_dim_v)]
         if request.simt or request.capability < _FIRST_WITH_FLOAT8:
             return "the device has no instruction that converts 8-bit floats"
         if portable.mean_rows(problem) > portable.ROWS_OF_TWO_WARPS:
             return "for many rows keys of 16 bits are faster"
-        if widest not in split_keys.WIDTHS_OF_FEW_ROWS:
-            return "keys of 8 bits are read 32 columns at once"
+        if max(sizes) not in split_keys.WIDTHS_OF_FEW_ROWS or min(sizes) < _COLUMNS_OF_8_BITS:
+            return "keys of 8 bits are read 32 columns at once, by tiles for 64, 128 or 256"
         return ""
 
     @classmethod

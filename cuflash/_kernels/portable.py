@@ -175,7 +175,7 @@ def candidates(
         "v alone": own.get("grad_v", False) and not own["grad_k"],
         "few rows": problem.seqlen_q <= ROWS_OF_TWO_WARPS
         and problem.cu_seqlens_q is None
-        and (in_pages or own.get("split_keys", False)),
+        and (in_pages or own.get("split_keys", False) or problem.has_8_bit_keys),
         "pages": in_pages,
         "8-bit keys": problem.has_8_bit_keys,
         "16 rows": mean_rows(problem) <= ROWS_OF_ONE_WARP,

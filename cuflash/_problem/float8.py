@@ -18,6 +18,8 @@ RESULT = np.dtype(bfloat16)
 RESULTS = (np.dtype(np.float16), RESULT, np.dtype(np.float32))
 #: The largest finite number of each dtype.
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+#: The smallest positive number of each dtype.
+SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16}
 
 
 def rows_of_blocks(length: int, blocks: int) -> int:

@@ -93,6 +93,8 @@ def options_of(config: Any) -> str:
         words += ["shared"] if config.key_bias else []
     if config.computes == "out" and config.out_dtype != config.dtype:
         words.append(config.out_dtype)
+    if getattr(config, "kv_dtype", "none") != "none":
+        words.append(f"k:{config.kv_dtype}")
     return " ".join(words) or "plain"
 
 

@@ -97,13 +97,13 @@ CUFLASH_DEVICE void store_rows(const ForwardParams& params, int warp, WarpSoftma
       const bool hidden = !exists || softmax.row_sum[s][half] == 0;
       const RowEnd end = end_of_sum(score, work.entry, softmax.reference(score, s, half),
                                     softmax.row_sum[s][half]);
-      const Real unit = score.value_scale(work.entry) / operand_unit;
-      const Real factor = unit * (kept_scale(params.score) * end.weight / end.sum);
+      const Real factor = kept_scale(params.score) * end.weight / end.sum / operand_unit;
+      const Real unit = score.value_scale(work.entry);  // times factor it might be subnormal
 #pragma unroll
       for (int t = 0; t < out_tiles; ++t) {
         if (exists && rows_to_recompute[s] >> row & 1) break;
-        out.store_pair(q_idx, result_column(t), hidden ? 0 : o_acc[s][t][2 * half] * factor,
-                       hidden ? 0 : o_acc[s][t][2 * half + 1] * factor);
+        out.store_pair(q_idx, result_column(t), hidden ? 0 : o_acc[s][t][2 * half] * factor * unit,
+                       hidden ? 0 : o_acc[s][t][2 * half + 1] * factor * unit);
       }
       if (exists && far_or_overflowed[s] >> row & 1) continue;
       if (first_own_column(Config::head_dim_v) == 0 && lane_index() % 4 == 0) {
