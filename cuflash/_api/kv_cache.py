@@ -67,7 +67,7 @@ class KVCache:
         ``max_length``.
     dtype : dtype
         float16, bfloat16, float32, float64, float8_e4m3fn or float8_e5m2. For 8-bit floats pass
-        ``k_scale`` and ``v_scale`` to :func:`attention_paged`.
+        ``k_scale`` and ``v_scale`` to ``append`` and :func:`attention_paged`.
     like : array, optional
         The cache uses the library and the device of this array. Default: NumPy.
 
@@ -241,6 +241,14 @@ class KVCache:
         >>> cache.append(k[:, :, :1], v[:, :, :1], rotary=True)  # one more, turned by its position
         >>> cache.lengths
         array([8, 4], dtype=int32)
+
+        A cache of 8 bits rounds what is appended:
+
+        >>> from ml_dtypes import float8_e4m3fn
+        >>> cache = cuflash.KVCache(2, 4, 64, max_length=100, dtype=float8_e4m3fn)
+        >>> cache.append(k, v, k_scale=0.125, rotary=True)
+        >>> cuflash.attention_paged(k, *cache.arrays, causal=True, k_scale=0.125).shape
+        (2, 4, 7, 64)
         """
         k, v, counts = self._checked(k, v, counts)
         scales = self._scales(k, k_scale), self._scales(k, v_scale, "v_scale")
