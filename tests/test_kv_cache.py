@@ -481,21 +481,24 @@ def test_keys_turn_by_their_positions_as_they_are_added(
 
 
 @pytest.mark.gpu
-def test_a_cache_on_a_gpu_is_the_same_and_counts_what_it_drops() -> None:
+@pytest.mark.parametrize("dtype", [np.float32, float8_e4m3fn, float8_e5m2])
+def test_a_cache_on_a_gpu_is_the_same_and_counts_what_it_drops(dtype: Any) -> None:
     import cupy
 
-    values = {"max_length": 8, "page_size": 4, "pages": 8, "head_dim_v": D_V, "dtype": np.float32}
+    values = {"max_length": 8, "page_size": 4, "pages": 8, "head_dim_v": D_V, "dtype": dtype}
     caches = [
         cuflash.KVCache(SEQUENCES, HEADS, D, **values),
         cuflash.KVCache(SEQUENCES, HEADS, D, **values, like=cupy.zeros(1)),
     ]
     for cache in caches:
         xp = cupy if cache is caches[1] else np
-        rng = np.random.default_rng(1)
+        rng, scales = np.random.default_rng(1), {}
+        if dtype != np.float32:
+            scales = {"k_scale": xp.asarray(np.float32([[[0.3]], [[2.0]]])), "v_scale": 0.25}
         for counts in ([3, 0, 2], [1, 3, 3], [2, 2, 0]):
-            cache.append(*map(xp.asarray, tokens(rng, 3)), counts=xp.asarray(counts))
+            cache.append(*map(xp.asarray, tokens(rng, 3)), counts=xp.asarray(counts), **scales)
         cache.take(xp.asarray([0, 0, 2]), [5, 6, 8])
-        cache.append(*map(xp.asarray, tokens(rng, 2)), counts=[1, 2, 0])
+        cache.append(*map(xp.asarray, tokens(rng, 2)), counts=[1, 2, 0], **scales)
     plain, on_device = caches
     np.testing.assert_array_equal(plain.lengths, on_device.lengths.get())
     np.testing.assert_array_equal(plain.page_table, on_device.page_table.get())
@@ -503,8 +506,10 @@ def test_a_cache_on_a_gpu_is_the_same_and_counts_what_it_drops() -> None:
     for row, length in zip(plain.page_table, plain.lengths, strict=True):
         for n in range(length):
             place = row[n // size], slice(None), n % size
-            np.testing.assert_array_equal(plain.k_pages[place], on_device.k_pages[place].get())
-            np.testing.assert_array_equal(plain.v_pages[place], on_device.v_pages[place].get())
+            for name in ("k_pages", "v_pages"):
+                own, there = getattr(plain, name), getattr(on_device, name)
+                bits = [a.view(f"u{own.itemsize}")[place] for a in (own, there)]
+                np.testing.assert_array_equal(bits[0], bits[1].get())
     assert not cupy.asnumpy(caches[1].dropped).any()
     caches[1].append(*map(cupy.asarray, tokens(np.random.default_rng(1), 9)))
     assert cupy.asnumpy(caches[1].dropped).tolist() == [7, 9, 6]
