@@ -86,9 +86,10 @@ def forward(
         if all(a.dtype == E4M3 for a in arrays) and getattr(config, "float8", True):
             with suppress(NoKernel):
                 return compute(q, k, v, _of_entries(options, scales, q, axes), keywords)
-        of_keys = config is None or getattr(config, "kv_dtype", "none") == k.dtype.name
-        of_keys = of_keys and (exact or in_pages or not keywords.return_lse)
-        if k.dtype == v.dtype and k.dtype in FLOAT8 and dtype in HALVES and of_keys:
+        converts = k.dtype == v.dtype and k.dtype in FLOAT8 and dtype in HALVES
+        if config is not None:
+            converts = converts and getattr(config, "kv_dtype", "none") == k.dtype.name
+        if converts and (exact or in_pages or not keywords.return_lse):
             if q.dtype in FLOAT8:
                 q = times(names[0], q, options.q_scale, checked_axes(axes)[0], dtype)
                 options, scales = replace(options, q_scale=None), [None, *scales[1:]]

@@ -39,7 +39,7 @@ from cuflash._problem.problem import HALVES
 
 _MOST_NUMBERS = 2**31 - 1  # page numbers are int32
 #: Dtypes of elements that a cache of 8 bits rounds.
-ROUNDED = (*HALVES, np.dtype(np.float32))
+_ROUNDED = (*HALVES, np.dtype(np.float32))
 
 
 class KVCache:
@@ -251,7 +251,7 @@ class KVCache:
         (2, 4, 7, 64)
         """
         k, v, counts = self._checked(k, v, counts)
-        scales = self._scales(k, k_scale), self._scales(k, v_scale, "v_scale")
+        scales = self._scale("k_scale", k, k_scale), self._scale("v_scale", k, v_scale)
         pairs = NO_ROTARY_PAIRS
         if flag("rotary", rotary):
             if k.dtype in FLOAT8:
@@ -367,7 +367,7 @@ class KVCache:
         given = {"k": native("k", k), "v": native("v", v)}
         xp = same_module(lengths=self.lengths, **given)
         for (name, array), pages in zip(given.items(), self.arrays, strict=False):
-            dtypes = (pages.dtype, *(ROUNDED if pages.dtype in FLOAT8 else ()))
+            dtypes = (pages.dtype, *(_ROUNDED if pages.dtype in FLOAT8 else ()))
             if array.dtype not in dtypes:
                 expected = f"dtype {' or '.join(map(str, dtypes))} as the cache takes"
                 raise wrong_type(name, f"dtype {array.dtype}", expected)
@@ -390,8 +390,8 @@ class KVCache:
             raise wrong_value("counts", got, f"numbers from 0 to {steps}, the number of keys in k")
         return given["k"], given["v"], counts
 
-    def _scales(self, k: Array, scale: Any, name: str = "k_scale") -> Any:
-        """A number, or a contiguous float32 array (heads,)."""
+    def _scale(self, name: str, k: Array, scale: Any) -> Any:
+        """What elements are divided by: a number, or a contiguous float32 array (heads,)."""
         if scale is None:
             return 1.0
         if k.dtype in FLOAT8 or self.k_pages.dtype not in FLOAT8:
