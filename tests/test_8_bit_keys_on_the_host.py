@@ -192,8 +192,8 @@ def test_range_of_bfloat16(many_sms: HostDevice, keys: int, form: str) -> None:
     q[0, 0] *= 1e-30  # below the range of float16
     q[0, 1] *= bfloat16(2.0**40)
     k[0, 0, :, :] = k[0, 0, :1]  # with equal scores, which those queries multiply
-    q[0, 2, :, 8:] *= bfloat16(2.0**-40)  # one factor does not do for this row
-    k[0, 1, :, :8] = 0
+    q[0, 5, :, :8] *= bfloat16(2.0**60)  # one factor does not do for this row
+    k[0, 1, :, :8] = 0  # so that its scores are those of its smaller numbers
     q[0, 3, 0] = 0
     q[0, 3, 1] = 2.0**-130
     q[1, 5, 0, 3] = 1 if form == "score_mod" else np.nan
@@ -201,6 +201,7 @@ def test_range_of_bfloat16(many_sms: HostDevice, keys: int, form: str) -> None:
     q[1, :2, :, 0] = 1
     k[1, 0, :, 0] = 0
     k[1, 0, 3, 0] = 160  # a weight of 1; the others are exp(-20)
+    v[1, 0] = abs(v[1, 0].astype(np.float32))
     v[1, 0, 3] = 0
     options = cuflash.Options(
         enable_gqa=True,
@@ -210,6 +211,8 @@ def test_range_of_bfloat16(many_sms: HostDevice, keys: int, form: str) -> None:
     found = forward(describe(q, k, v, options), q, k, v, options)
     out = np.frombuffer(found[0], q.dtype).reshape(q.shape)
     assert_attention_close(out, q, k, v, options=options)
+    exact = reference.attention(*(np.asarray(a, np.float64) for a in (q, k, v)), options=options)
+    np.testing.assert_allclose(out[1, :2].astype(np.float64), exact[1, :2], rtol=0.02)
     assert np.isnan(out[1, 5, 0]).all() == (form != "score_mod")
     assert not np.isnan(out[0]).any()
 
