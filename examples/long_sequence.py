@@ -61,7 +61,7 @@ def unfused(q: Array, k: Array, v: Array, dout: Array) -> dict[str, Array]:
 
 def measure_on_cpu(compute: Callable[..., dict[str, Array]], *inputs: Array) -> Run:
     """Run twice: with tracemalloc, to which NumPy reports memory, and without it for the time."""
-    # tracemalloc slows the tiled path ten times, dense NumPy twice.
+    # tracemalloc slows the tiled path ten times, dense NumPy twice (2 cores, 2026-11-21).
     tracemalloc.start()
     try:
         compute(*inputs)

@@ -433,7 +433,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/accuracy.md": {"accuracy": accuracy, "float8": float8_errors},
     "docs/backward-sm90.md": {"gradient": gradient},
-    "docs/float8.md": {"decode of 8 bits": lambda: decode.of_8_bits(newest("decode")[0])},
+    "docs/float8.md": {"decode of 8 bits": lambda: decode.of_8_bits(newest("decode-8-bits")[0])},
     "docs/flash-decoding.md": {"decode": lambda: decode.markdown(newest("decode")[0])},
     "docs/mistakes.md": {"mistakes": mistakes},
 }
