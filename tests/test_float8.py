@@ -280,6 +280,9 @@ def test_a_workspace_is_that_of_dequantised_arrays() -> None:
     for kind in (E4M3, E5M2):
         of_kind = [a.view(kind) for a in (q, k, v)]
         assert cuflash.workspace_size(*of_kind, q_scale=2.0, backward=True) == 0
+        table = np.zeros((2, 2), np.int32)
+        for queries in (of_kind[0], q.astype(np.float16)):
+            assert cuflash.workspace_size(queries, *of_kind[1:], page_table=table) == 0
 
 
 def test_scales_for_kernels() -> None:

@@ -427,7 +427,7 @@ def test_a_cache_of_8_bits_quantises_what_is_appended(dtype: Any, wider: Any) ->
     caches[0].append(*(part.astype(dtype) for part in parts))
     for part in (slice(0, 4), slice(4, 9)):
         new = k[:, :, part], v[:, :, part]
-        caches[1].append(*new, k_scale=scales[0], v_scale=scales[1], rotary=True)
+        caches[1].append(*new, k_scale=scales[0], v_scale=np.float64(scales[1]), rotary=True)
     for old, now in zip(*(cache.arrays for cache in caches), strict=True):
         assert old.tobytes() == now.tobytes()
 

@@ -29,12 +29,10 @@ from cuflash._problem.checks import (
     integer_array,
     integer_value,
     is_integer,
-    positive,
-    require_float,
 )
-from cuflash._problem.float8 import FLOAT8
+from cuflash._problem.float8 import FLOAT8, checked_scale
 from cuflash._problem.foreign_keywords import explain_unknown_keywords
-from cuflash._problem.operand import broadcastable
+from cuflash._problem.options import Options
 from cuflash._problem.problem import HALVES
 
 _MOST_NUMBERS = 2**31 - 1  # page numbers are int32
@@ -251,7 +249,8 @@ class KVCache:
         (2, 4, 7, 64)
         """
         k, v, counts = self._checked(k, v, counts)
-        scales = self._scale("k_scale", k, k_scale), self._scale("v_scale", k, v_scale)
+        checked = Options(k_scale=k_scale, v_scale=v_scale)
+        scales = tuple(self._scale(n, k, getattr(checked, n)) for n in ("k_scale", "v_scale"))
         pairs = NO_ROTARY_PAIRS
         if flag("rotary", rotary):
             if k.dtype in FLOAT8:
@@ -397,14 +396,11 @@ class KVCache:
         if k.dtype in FLOAT8 or self.k_pages.dtype not in FLOAT8:
             got = f"a scale for {k.dtype} elements and a cache of {self.k_pages.dtype}"
             raise wrong_type(name, got, "None: only a cache of 8 bits divides wider elements")
-        if not hasattr(scale, "shape"):
-            return positive(name, scale)
-        scale, heads = native(name, scale), self.k_pages.shape[1]
+        if isinstance(scale, float):
+            return scale
+        heads = self.k_pages.shape[1]
         same_module(lengths=self.lengths, **{name: scale})
-        require_float(name, scale)
-        if not broadcastable(scale.shape, (heads, 1, 1)):
-            expected = f"a shape that broadcasts to {(heads, 1, 1)}"
-            raise wrong_value(name, f"shape {scale.shape}", expected)
+        checked_scale(name, scale, (heads,), 1)
         of_heads = array_module(scale).broadcast_to(scale, (heads, 1, 1))[:, 0, 0]
         if is_cupy(scale):
             return contiguous(name, of_heads, np.float32)

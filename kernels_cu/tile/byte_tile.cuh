@@ -26,19 +26,16 @@ struct BytesReader {
 // The four matrices of a read are (rows 0-7, columns 0-15), (8-15, 0-15), (0-7, 16-31),
 // (8-15, 16-31).
 template <int rows, int columns>
-CUFLASH_DEVICE BytesReader<ByteTile<rows, columns>> read_bytes(const ByteTile<rows, columns>& t) {
+CUFLASH_DEVICE auto read_columns(const ByteTile<rows, columns>& tile) {
+  using Tile = ByteTile<rows, columns>;
   static_assert(columns % 32 == 0, "a read has 32 columns");
   const int lane = ptx::thread_index() % 32;
-  return {ptx::shared_address(t.data) +
-          ByteTile<rows, columns>::chunk_offset(lane & 15, lane >> 4)};
-}
-template <int rows, int columns>
-CUFLASH_DEVICE auto read_columns(const ByteTile<rows, columns>& tile) {
-  return read_bytes(tile);
+  return BytesReader<Tile>{ptx::shared_address(tile.data) +
+                           Tile::chunk_offset(lane & 15, lane >> 4)};
 }
 template <int rows, int columns>
 CUFLASH_DEVICE auto read_sums(const ByteTile<rows, columns>& tile) {
-  return read_bytes(tile);
+  return read_columns(tile);
 }
 
 // The left operand, of 16 bits: like RowsReader, but a lane reads columns 4 (t%4) to 4 (t%4) + 3.
@@ -111,8 +108,8 @@ CUFLASH_DEVICE void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
   }
 }
 
-// acc += A . B with A in registers and B of 8 bits. A lane has the columns
-// of result_column only after `sort_columns`.
+// acc += A . B with A in registers and B of 8 bits. Only after `sort_columns` a lane has the
+// columns of `result_column`.
 template <int slices, int tiles, typename BTile>
 CUFLASH_DEVICE void multiply(Real (&acc)[slices][tiles][4],
                              const Register (&a_frag)[slices][BTile::rows / 16][operand_registers],
