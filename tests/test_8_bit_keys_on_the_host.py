@@ -152,15 +152,13 @@ def test_different_head_sizes(many_sms: HostDevice, d: tuple[int, int]) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("keys", "one"), [(300, 1), (6000, 1), (300, 9)])
-def test_packed_sequences(many_sms: HostDevice, keys: int, one: int) -> None:
-    """Sequences with few rows on average, of which the first has ``one``."""
+@pytest.mark.parametrize("rows", [(1, 3, 0, 5), (9, 3, 0, 5, 40)], ids=str)
+@pytest.mark.parametrize("keys", [300, 6000])
+def test_packed_sequences(many_sms: HostDevice, keys: int, rows: tuple[int, ...]) -> None:
+    """Few rows on average, also where all sequences together have more than a tile."""
     rng = np.random.default_rng(0)
-    ends = {"q": [0, one, one + 3, one + 3, one + 8], "k": [0, keys // 3, keys // 2, keys // 2 + 5]}
-    if one > 1:  # more rows together than a tile has
-        ends["q"] += [ends["q"][-1] + 40]
-        ends["k"] += [keys - 7]
-    ends["k"] += [keys]
+    places = (0, keys // 3, keys // 2, keys // 2 + 5, keys - 7)[: len(rows)]
+    ends = {"q": np.cumsum((0, *rows)), "k": [*places, keys]}
     q = on_device(rng.standard_normal((4, ends["q"][-1], 64)).astype(np.float16))
     narrow = [on_device(a.astype(E4M3)) for a in rng.standard_normal((2, 2, keys, 64))]
     ends = {f"cu_seqlens_{name}": on_device(np.array(e, np.int32)) for name, e in ends.items()}

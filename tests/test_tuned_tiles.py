@@ -373,6 +373,7 @@ def test_every_difference_in_code_beside_the_tile_is_in_the_key():
         )
     ]  # fmt: skip
     configs = [forward_of(w.problem(), H100, portable=True) for w in works]
+    configs += [configs[0].replace(kv_dtype=dtype) for dtype in ("float8_e4m3fn", "float8_e5m2")]
     keys = [measured.key_of(config, "x")._replace(replaces="") for config in configs]
     assert len(set(keys)) == len(keys)
     gradients = [
