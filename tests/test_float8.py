@@ -455,8 +455,8 @@ def test_a_gradient_has_the_lse_of_the_numbers_that_it_reads(
     for for_gradient in (False, True):
         given = Keywords(None, None, True, return_lse or for_gradient, None, None, None)
         arrays = float8.forward(
-            lambda *arrays: arrays, q, k, k, options, given, in_pages=in_pages,
-            for_gradient=for_gradient,
+            lambda *arrays: arrays, q, k, k, options, given, for_gradient=for_gradient,
+            names=("q", "k_pages", "v_pages") if in_pages else ("q", "k", "v"),
         )  # fmt: skip
         needs_lse = for_gradient or (return_lse and not in_pages)
         assert (arrays[1] is k) == (exact or not needs_lse)

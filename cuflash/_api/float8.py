@@ -62,16 +62,17 @@ def forward(
     options: Options,
     keywords: Keywords,
     *,
-    in_pages: bool = False,
+    names: tuple[str, str, str] = QKV,
     for_gradient: bool = False,
 ) -> Any:
     """Compute a forward by a kernel that reads 8-bit arrays, else on dequantised arrays.
 
     ``compute`` takes q, k, v, options and keywords. Scales in its options have one factor for each
     batch entry and head. A gradient dequantises, and needs the lse of the numbers that it reads:
-    that of 8-bit arrays only if dequantising rounds nothing.
+    that of 8-bit arrays only if dequantising rounds nothing. Pages have other ``names`` and no
+    gradient.
     """
-    names = ("q", "k_pages", "v_pages") if in_pages else QKV
+    in_pages = names != QKV
     axes, out, config = keywords.axes, keywords.out, keywords.config
     arrays, scales = _checked(_native(q, k, v, names), options, axes, names)
     q, k, v = arrays

@@ -169,7 +169,7 @@ def attention_paged(
     keywords = Keywords(axes, precision, True, return_lse, out, workspace, config)
     compute = functools.partial(_attention_paged, page_table, kv_lengths)
     if float8.among(chosen, q, k_pages, v_pages):
-        return float8.forward(compute, q, k_pages, v_pages, chosen, keywords, in_pages=True)
+        return float8.forward(compute, q, k_pages, v_pages, chosen, keywords, names=_NAMES)
     return compute(q, k_pages, v_pages, chosen, keywords)
 
 
